@@ -1,0 +1,85 @@
+"""Checks of single values; each returns the checked value or raises `InvalidRequest` naming the field.
+
+Messages give the field, the value's type and the limit, never the value itself where it may be
+user text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from producer.errors import InvalidRequest
+
+INT64_MAX = 2**63 - 1
+INT64_MIN = -(2**63)
+
+
+def fail(field: str, must: str) -> InvalidRequest:
+    """The error for ``field``, which must be what ``must`` says."""
+    return InvalidRequest(f"{field} must be {must}", field=field)
+
+
+def integer(field: str, value: object, low: int = INT64_MIN, high: int = INT64_MAX) -> int:
+    """An int (bool is none) within ``low..high``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise fail(field, f"an integer, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise fail(field, f"between {low} and {high}")
+    return value
+
+
+def number(field: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
+    """A finite int or float within ``low..high``, as float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise fail(field, f"a number, not {type(value).__name__}")
+    try:
+        result = float(value)
+    except OverflowError:
+        raise fail(field, "a finite number") from None
+    if not math.isfinite(result):
+        raise fail(field, "a finite number")
+    if not low <= result <= high:
+        raise fail(field, f"between {low:g} and {high:g}")
+    return result
+
+
+def boolean(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise fail(field, f"true or false, not {type(value).__name__}")
+    return value
+
+
+def text(field: str, value: object, max_bytes: int, *, allow_empty: bool = False) -> str:
+    """A str that UTF-8 can carry (no lone surrogates), without NUL, of at most ``max_bytes`` bytes."""
+    if not isinstance(value, str):
+        raise fail(field, f"a string, not {type(value).__name__}")
+    if not value and not allow_empty:
+        raise fail(field, "a non-empty string")
+    if "\0" in value:
+        raise fail(field, "free of NUL characters")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise fail(field, "valid Unicode (it holds a lone surrogate)") from None
+    if size > max_bytes:
+        raise fail(field, f"at most {max_bytes} bytes (got {size})")
+    return value
+
+
+def sequence(field: str, value: object, max_items: int) -> Sequence[object]:
+    """A list or tuple of at most ``max_items``."""
+    if not isinstance(value, list | tuple):
+        raise fail(field, f"a list, not {type(value).__name__}")
+    if len(value) > max_items:
+        raise fail(field, f"a list of at most {max_items} items (got {len(value)})")
+    return value
+
+
+def token_ids(field: str, value: object, max_items: int) -> list[int]:
+    """A list of token ids; whether they are in the vocabulary is checked at the worker."""
+    items = sequence(field, value, max_items)
+    for i, item in enumerate(items):
+        if type(item) is not int or not 0 <= item <= 2**31 - 1:
+            integer(f"{field}[{i}]", item, 0, 2**31 - 1)
+    return [item for item in items if isinstance(item, int)]

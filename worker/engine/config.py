@@ -1,0 +1,67 @@
+"""Settings of one engine, validated when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["continuous", "static"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        model: ``demo`` (the embedded SmolLM2-135M-Instruct), a folder, a hub id, or a ``.gguf`` file.
+        device: ``auto`` takes CUDA where present.
+        dtype: ``auto`` takes bfloat16 where the device computes in it, else float32.
+        max_batch_size: most requests in one step.
+        max_batch_tokens: most tokens computed in one step, decodes and prefill chunks together.
+        max_model_len: context limit in tokens; None takes the model's.
+        block_size: tokens in one KV block.
+        kv_memory_bytes: memory for the KV cache; ignored where ``num_blocks`` is given; None lets the device decide.
+        num_blocks: blocks of the KV cache.
+        cpu_swap_blocks: blocks of CPU memory that preempted requests may be swapped to (0: recompute only).
+        enable_prefix_caching: keep and share the blocks of full, equal prefixes.
+        policy: ``continuous``, or ``static`` (fill a batch, run it to its end).
+        realtime_reserved: share of slots, blocks and tokens a step that the batch tier must leave, 0..1.
+        batch_floor: share of slots and tokens a step that the batch tier keeps while realtime is busy, 0..1.
+        batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).
+        max_wait_ms: with ``static``, how long a batch waits to fill.
+        compile: fuse elementwise work through inductor where a compiler exists.
+        seed: mixed into the noise of requests without a seed of their own.
+        trust_remote_code: allow a hub model's own code to run.
+    """
+
+    model: str = "demo"
+    device: str = "auto"
+    dtype: str = "auto"
+    max_batch_size: int = 100
+    max_batch_tokens: int = 512
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_memory_bytes: int | None = None
+    num_blocks: int | None = None
+    cpu_swap_blocks: int = 0
+    enable_prefix_caching: bool = True
+    policy: Policy = "continuous"
+    realtime_reserved: float = 0.5
+    batch_floor: float = 0.1
+    batch_overcommit: float = 1.5
+    max_wait_ms: float = 50.0
+    compile: bool = False
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_batch_size", 1), ("max_batch_tokens", 1), ("block_size", 1), ("cpu_swap_blocks", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}")
+        for name in ("realtime_reserved", "batch_floor"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1")
+        if self.batch_overcommit < 1.0:
+            raise ValueError("batch_overcommit must be at least 1")
+        if self.max_batch_tokens < self.max_batch_size:
+            raise ValueError("max_batch_tokens must be at least max_batch_size, or a full batch could not decode in one step")

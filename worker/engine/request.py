@@ -1,0 +1,189 @@
+"""A request as the engine sees it, and what a step says about it. Neither torch nor redis."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from producer.keys import Tier
+from producer.sampling import SamplingParams
+from producer.wire import FinishReason, Kind, TokenLogprob
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life; `Request.move_to` guards the steps between."""
+
+    WAITING = "waiting"  # owns no blocks but those of a shared prefix
+    RUNNING = "running"  # in the batch
+    PREEMPTED = "preempted"  # thrown out, to be recomputed: owns no blocks
+    SWAPPED = "swapped"  # thrown out, its blocks lie in CPU memory
+    FINISHED = "finished"  # owns nothing
+
+
+_NEXT: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.SWAPPED, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.SWAPPED: frozenset({RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence of tokens to be computed.
+
+    A request owes ``num_tokens - num_computed_tokens`` tokens of computation. A step that computes
+    the last one owed samples the next. ``output_token_ids`` may be non-empty from the start: a
+    request that is resumed brings what was already generated.
+
+    Attributes:
+        id: unique within the engine.
+        seed: of the sampling noise, always set here (`SamplingParams.seed` may be None).
+        max_tokens: most output tokens, those resumed counted, resolved against the context length.
+        arrival: order of arrival, smaller is earlier; kept through preemption and resume.
+        deadline: monotonic seconds, or None; orders the waiting queue of a tier (earliest first).
+        eos_token_ids: the model's stop tokens, empty with ``ignore_eos``.
+        num_cached_tokens: of the prompt, how many came from the prefix cache when it was first admitted.
+        block_ids: the block table, in order; entry i holds positions ``i*block_size ...``.
+        score_start: kind ``score``: the position of the first token whose log-probability is summed into ``score``.
+        pooled: kind ``embed``: the running pool of hidden states, the model runner's own.
+        grammar: the state of a structured output, the sampler's own.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int = 0
+    tier: Tier = "realtime"
+    kind: Kind = "generate"
+    arrival: int = 0
+    deadline: float | None = None
+    source: str = ""
+    eos_token_ids: frozenset[int] = frozenset()
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    cpu_block_ids: list[int] = field(default_factory=list)
+    score_start: int = 0
+    score: float = 0.0
+    pooled: Any = None
+    grammar: Any = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_owed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Positions it can ever need in the KV cache (the last sampled token is never computed)."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many leading tokens may come from the prefix cache: what the step must see itself may not."""
+        if self.kind == "embed":
+            return 0
+        return max(self.score_start - 1, 0) if self.kind == "score" else self.num_tokens - 1
+
+    def forget_computation(self) -> None:
+        """Start over: everything is owed again. Output tokens stay."""
+        self.num_computed_tokens = 0
+        self.score = 0.0
+        self.pooled = None
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions ``start..stop-1`` of prompt + output."""
+        n = len(self.prompt_token_ids)
+        if start >= n:
+            return self.output_token_ids[start - n : stop - n]
+        if stop <= n:
+            return self.prompt_token_ids[start:stop]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change the status; a step that the life of a request does not have is our bug."""
+        assert status in _NEXT[self.status], f"{self.id}: {self.status.name} -> {status.name}"
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Positions ``start .. start+num_tokens-1`` of one request, to be computed in this step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    last: bool  # ends at the request's last known token: the step yields the next token, the score or the embedding
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes: decodes first, then prefill chunks; at most one chunk a request.
+
+    ``swap_out`` and ``swap_in`` are (device block, CPU block) and (CPU block, device block) pairs to be copied
+    before the step runs, ``swap_out`` first.
+    """
+
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the model said about one ``last`` chunk: the next token (kind ``generate``), or why there is none.
+
+    ``embedding`` with kind ``embed``; a score is summed in `Request.score`.
+    """
+
+    token_id: int = -1
+    logprob: TokenLogprob | None = None
+    embedding: list[float] | None = None
+    error_code: str | None = None  # e.g. BATCH_FAILED for a row of NaN
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step did for one request. The last one of a request has ``finish_reason`` or ``error_code`` set.
+
+    Attributes:
+        index: position in the output of the first of ``token_ids``.
+        finish_reason: ``stop`` (EOS or stop token; stop strings are the detokeniser's) or ``length``.
+        stop_reason: the stop token id where that ended it.
+        error_code: wire code of the failure, ``error_message`` its text.
+    """
+
+    request: Request
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error_code: str | None = None
+    error_message: str = ""
+    score: float | None = None
+    embedding: list[float] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error_code is not None
