@@ -91,7 +91,7 @@ class Request:
     @property
     def max_total_tokens(self) -> int:
         """Positions it can ever need in the KV cache (the last sampled token is never computed)."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1
+        return len(self.prompt_token_ids) + max(self.max_tokens, 1) - 1
 
     @property
     def max_cached_tokens(self) -> int:
