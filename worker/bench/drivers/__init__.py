@@ -1,0 +1,1 @@
+"""One program an engine. Each loads its engine once, then runs the request sets it reads from standard input."""

@@ -1,0 +1,79 @@
+"""What drivers share: the line protocol with the benchmark, and the arrival loop. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from worker.bench.records import RequestRecord, Run
+from worker.bench.workloads import BenchRequest
+
+
+def settings() -> dict[str, Any]:
+    """The driver's settings: its one argument, a JSON object."""
+    loaded: dict[str, Any] = json.loads(sys.argv[1])
+    return loaded
+
+
+def serve(run: Callable[[list[BenchRequest]], Run]) -> None:
+    """Answer each line of requests on standard input with a line of measurements; anything else printed goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print("ready", file=out, flush=True)
+    for line in sys.stdin:
+        requests = [BenchRequest(**request) for request in json.loads(line)]
+        print(json.dumps(run(requests).to_json()), file=out, flush=True)
+
+
+def drive(
+    requests: Iterable[BenchRequest],
+    add: Callable[[BenchRequest], None],
+    step: Callable[[], Iterable[tuple[int, int]]],
+    has_work: Callable[[], bool],
+) -> list[RequestRecord]:
+    """Add each request at its arrival and step while there is work.
+
+    Args:
+        step: runs one step; yields (request id, number of new tokens).
+    """
+    waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
+    records = new_records(waiting)
+    start_s = time.monotonic()
+    while waiting or has_work():
+        now_s = time.monotonic() - start_s
+        while waiting and waiting[0].arrival_s <= now_s:
+            add(waiting.popleft())
+        if has_work():
+            new_tokens = list(step())
+            now_s = time.monotonic() - start_s
+            for request_id, count in new_tokens:
+                records[request_id].add_tokens(count, now_s)
+        elif waiting:
+            time.sleep(max(0.0, waiting[0].arrival_s - now_s))
+    return list(records.values())
+
+
+def new_records(requests: Iterable[BenchRequest]) -> dict[int, RequestRecord]:
+    return {r.id: RequestRecord(r.id, len(r.prompt_token_ids), r.arrival_s) for r in requests}
+
+
+def in_batches(requests: Sequence[BenchRequest], size: int, generate: Callable[[Sequence[BenchRequest]], None]) -> list[RequestRecord]:
+    """Static batching: ``generate`` a batch to its end, then the next; a caller has its answer when its batch ends."""
+    records = new_records(requests)
+    start_s = time.monotonic()
+    for first in range(0, len(requests), size):
+        batch = requests[first : first + size]
+        wait_s = max(request.arrival_s for request in batch) - (time.monotonic() - start_s)
+        time.sleep(max(0.0, wait_s))
+        generate(batch)
+        now_s = time.monotonic() - start_s
+        for request in batch:
+            record = records[request.id]
+            record.first_token_s = record.finished_s = now_s
+            record.num_output_tokens = request.max_tokens
+    return list(records.values())

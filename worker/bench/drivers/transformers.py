@@ -1,0 +1,68 @@
+"""transformers itself: ``naive`` (one by one), ``static`` (padded batches), ``continuous`` (its own continuous batching)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from worker.bench.drivers.loop import in_batches, new_records, serve, settings
+from worker.bench.records import RequestRecord, Run
+from worker.bench.workloads import BenchRequest
+from worker.engine.config import EngineConfig
+from worker.engine.model_loader import load_model
+
+_STATIC_BATCH = 32
+
+
+def main() -> None:
+    options = settings()
+    mode = options.pop("mode")
+    model = load_model(EngineConfig(**options)).model
+    model.set_attn_implementation("sdpa")
+    runs: dict[str, Callable[[list[BenchRequest]], list[RequestRecord]]] = {
+        "naive": lambda requests: in_batches(requests, 1, lambda batch: _generate(model, batch)),
+        "static": lambda requests: in_batches(requests, _STATIC_BATCH, lambda batch: _generate(model, batch)),
+        "continuous": lambda requests: _continuous(model, requests),
+    }
+    serve(lambda requests: Run(f"transformers-{mode}", runs[mode](requests)))
+
+
+def _generate(model: Any, batch: Sequence[BenchRequest]) -> None:
+    """Left-padded prompts, run until the longest output of the batch is done."""
+    width = max(len(request.prompt_token_ids) for request in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, request in enumerate(batch):
+        ids[row, width - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
+        mask[row, width - len(request.prompt_token_ids) :] = 1
+    new_tokens = max(request.max_tokens for request in batch)
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, pad_token_id=0)
+
+
+def _continuous(model: Any, requests: list[BenchRequest]) -> list[RequestRecord]:
+    from transformers import GenerationConfig
+
+    records = new_records(requests)
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(r.max_tokens for r in requests))
+    with torch.inference_mode(), model.continuous_batching_context_manager(generation_config=config) as manager:
+        start_s = time.monotonic()
+        for request in sorted(requests, key=lambda request: request.arrival_s):
+            time.sleep(max(0.0, request.arrival_s - (time.monotonic() - start_s)))
+            manager.add_request(request.prompt_token_ids, request_id=str(request.id), max_new_tokens=request.max_tokens)
+        waiting = len(requests)
+        while waiting:
+            output = manager.get_result(timeout=1.0)
+            if output is not None and output.is_finished():
+                waiting -= 1
+                records[int(output.request_id)].add_tokens(len(output.generated_tokens), time.monotonic() - start_s)
+    for record in records.values():
+        record.token_times_s = []
+    return list(records.values())
+
+
+if __name__ == "__main__":
+    main()

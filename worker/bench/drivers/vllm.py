@@ -1,0 +1,40 @@
+"""vLLM's offline engine, run by the interpreter of an environment that has it (``--vllm-python``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from worker.bench.drivers.loop import drive, serve, settings
+from worker.bench.records import Run
+from worker.bench.workloads import BenchRequest
+
+
+def main() -> None:
+    from vllm import LLM  # type: ignore[import-not-found, unused-ignore]  # lives in an environment of its own
+
+    options = settings()
+    engine = LLM(**options).llm_engine
+    serve(lambda requests: Run("vllm", _run(engine, requests)))
+
+
+def _run(engine: Any, requests: list[BenchRequest]) -> Any:
+    from vllm import SamplingParams
+
+    seen: dict[int, int] = {}
+
+    def add(request: BenchRequest) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
+        engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_token_ids}, params)
+
+    def step() -> Iterator[tuple[int, int]]:
+        for output in engine.step():
+            request_id, total = int(output.request_id), len(output.outputs[0].token_ids)
+            yield request_id, total - seen.get(request_id, 0)
+            seen[request_id] = total
+
+    return drive(requests, add, step, engine.has_unfinished_requests)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The requests of a benchmark: shipped sets, generated ones, and traces that others published."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+SHIPPED = ("mixed", "decode", "prefill")
+_FOLDER = Path(__file__).parent / "workloads"
+_FIRST_TEXT_TOKEN = 1000  # below lie special tokens and single bytes
+_LAST_TEXT_TOKEN = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request: greedy, EOS ignored, so that every engine generates exactly ``max_tokens`` tokens."""
+
+    id: int
+    prompt_token_ids: list[int]
+    max_tokens: int
+    arrival_s: float = 0.0
+
+
+def load(name: str, *, count: int | None = None, output_cap: int | None = None, seed: int = 0) -> list[BenchRequest]:
+    """The requests of workload ``name``, the first ``count`` of them.
+
+    Args:
+        name: one of `SHIPPED`, ``anyscale``, ``shared-prefix``, or ``trace:FILE``.
+        output_cap: most output tokens of one request.
+        seed: of the generated sets.
+    """
+    requests = list(islice(_source(name, seed), count))
+    if not requests:
+        raise ValueError(f"workload {name} holds no requests")
+    if output_cap is not None:
+        requests = [replace(request, max_tokens=min(request.max_tokens, output_cap)) for request in requests]
+    return requests
+
+
+def poisson(requests: Iterable[BenchRequest], rate: float, seed: int = 0) -> list[BenchRequest]:
+    """Give the requests Poisson arrivals of ``rate`` a second, the first at 0."""
+    rng = random.Random(seed)
+    now_s, out = 0.0, []
+    for request in requests:
+        out.append(replace(request, arrival_s=now_s))
+        now_s += rng.expovariate(rate)
+    return out
+
+
+def _source(name: str, seed: int) -> Iterator[BenchRequest]:
+    if name in SHIPPED:
+        return _shipped(_FOLDER / f"{name}.jsonl")
+    if name == "anyscale":
+        return _anyscale(random.Random(seed))
+    if name == "shared-prefix":
+        return _shared_prefix(random.Random(seed))
+    if name.startswith("trace:"):
+        return _trace(Path(name.removeprefix("trace:")), random.Random(seed))
+    raise ValueError(f"unknown workload {name}: give one of {', '.join(SHIPPED)}, anyscale, shared-prefix, trace:FILE")
+
+
+def _shipped(path: Path) -> Iterator[BenchRequest]:
+    with path.open() as lines:
+        for line in lines:
+            row = json.loads(line)
+            yield BenchRequest(row["id"], row["prompt_ids"], row["max_tokens"])
+
+
+def _text(rng: random.Random, length: int) -> list[int]:
+    return [rng.randint(_FIRST_TEXT_TOKEN, _LAST_TEXT_TOKEN) for _ in range(length)]
+
+
+def _anyscale(rng: random.Random) -> Iterator[BenchRequest]:
+    """1,000 requests of 512 prompt tokens, outputs exponential of mean 128, capped at 1,536 (Anyscale, 2023)."""
+    for i in range(1000):
+        yield BenchRequest(i, _text(rng, 512), max(1, min(1536, round(rng.expovariate(1 / 128)))))
+
+
+def _shared_prefix(rng: random.Random) -> Iterator[BenchRequest]:
+    """64 requests with a common 1,000-token system prompt and 32 tokens of their own, 64 output tokens each."""
+    system = _text(rng, 1000)
+    for i in range(64):
+        yield BenchRequest(i, system + _text(rng, 32), 64)
+
+
+def _trace(path: Path, rng: random.Random) -> Iterator[BenchRequest]:
+    """A published trace: lengths and times as recorded, prompt tokens drawn at random."""
+    lengths = _sharegpt(path) if path.suffix == ".json" else _mooncake(path) if path.suffix == ".jsonl" else _csv_trace(path)
+    first_s: float | None = None
+    for i, (time_s, prompt, output) in enumerate(lengths):
+        first_s = time_s if first_s is None else first_s
+        yield BenchRequest(i, _text(rng, max(1, prompt)), max(1, output), time_s - first_s)
+
+
+def _csv_trace(path: Path) -> Iterator[tuple[float, int, int]]:
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        read = _csv_reader(rows.fieldnames or ())
+        for row in rows:
+            yield read(row)
+
+
+def _csv_reader(columns: Iterable[str]) -> Callable[[Mapping[str, str]], tuple[float, int, int]]:
+    names = set(columns)
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:  # Azure LLM inference traces
+        return lambda row: (_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+    if {"Timestamp", "Request tokens", "Response tokens"} <= names:  # BurstGPT
+        return lambda row: (_seconds(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]))
+    raise ValueError(f"the trace has neither the columns of Azure's traces nor BurstGPT's: {', '.join(sorted(names))}")
+
+
+def _seconds(timestamp: str) -> float:
+    try:
+        return float(timestamp)
+    except ValueError:
+        return datetime.fromisoformat(timestamp).timestamp()
+
+
+def _mooncake(path: Path) -> Iterator[tuple[float, int, int]]:
+    with path.open() as lines:
+        for line in lines:
+            row: dict[str, Any] = json.loads(line)
+            yield row["timestamp"] / 1000, row["input_length"], row["output_length"]
+
+
+def _sharegpt(path: Path) -> Iterator[tuple[float, int, int]]:
+    """First turn and its answer; lengths by the rule of thumb of four characters a token, all at time 0."""
+    for conversation in json.loads(path.read_text()):
+        turns = [turn["value"] for turn in conversation["conversations"][:2]]
+        if len(turns) == 2:
+            yield 0.0, len(turns[0]) // 4, len(turns[1]) // 4
