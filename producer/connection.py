@@ -1,0 +1,233 @@
+"""Connections to Redis, with every time limit and retry explicit, and what its errors mean.
+
+redis-py by default times a socket out after five seconds, sends a failed command again by itself
+and holds at most 100 connections. Here nothing is sent twice by the library: whoever calls decides,
+because only the caller knows whether a command may have been run already.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import redis
+import redis.asyncio as aioredis
+from redis import exceptions
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
+from redis.asyncio.connection import UnixDomainSocketConnection as AsyncUnixConnection
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
+
+SOCKET_TIMEOUT_S = 10.0  # no reply for this long is a dead connection
+CONNECT_TIMEOUT_S = 5.0
+BLOCK_S = 4.0  # one slice of a blocking read; shorter than the socket's timeout, or a quiet stream would look dead
+HEALTH_CHECK_S = 30
+MAX_CONNECTIONS = 2**31  # a blocked caller holds a connection; how many callers there are is not ours to limit
+SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+
+_TRANSIENT_PREFIXES = (
+    "BUSY ",
+    "CLUSTERDOWN",
+    "LOADING",
+    "MASTERDOWN",
+    "MISCONF",
+    "NOREPLICAS",
+    "OOM",
+    "READONLY",
+    "TRYAGAIN",
+    "UNBLOCKED",
+    "max number of clients reached",
+)
+
+
+def connect(url: str, **options: Any) -> redis.Redis:
+    """A client for ``redis://``, ``rediss://``, ``unix://`` or ``redis+sentinel://host:port,…/service/db``.
+
+    It connects when first used, answers in bytes and RESP2 shapes, never sends a command twice, and has no limit of connections.
+
+    Args:
+        options: settings of the connections (redis-py's names) instead of ours; those in the URL's query win over both.
+
+    Raises:
+        ValueError: the URL is malformed; the message holds no password.
+    """
+    if _scheme(url) in SENTINEL_SCHEMES:
+        return _connect_sentinel(url, options)
+    kwargs = _options(url, Retry(NoBackoff(), 0), options)
+    kwargs["connection_class"] = _CLEAN[kwargs.get("connection_class", Connection)]
+    _check_options(kwargs)
+    return redis.Redis.from_pool(redis.ConnectionPool(**kwargs))
+
+
+def connect_async(url: str, **options: Any) -> aioredis.Redis:
+    """What `connect` makes, for asyncio."""
+    if _scheme(url) in SENTINEL_SCHEMES:
+        return _connect_async_sentinel(url, options)
+    kwargs = _options(url, AsyncRetry(NoBackoff(), 0), options)
+    kwargs["connection_class"] = _ASYNC[kwargs.get("connection_class", Connection)]
+    _check_options(kwargs)
+    return aioredis.Redis.from_pool(aioredis.ConnectionPool(**kwargs))
+
+
+def redact(url: str) -> str:
+    """``url`` without its user, password and query, fit for logs and messages."""
+    return re.sub(r"//[^/]*@", "//", url.partition("?")[0])
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether waiting can cure it: lost connections, restarts, failovers, full memory; not passwords, ACLs or our own bugs."""
+    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
+        return False
+    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | exceptions.ClusterDownError):
+        return True
+    return isinstance(error, exceptions.ResponseError) and _is_transient_reply(error)
+
+
+def _is_transient_reply(error: exceptions.ResponseError) -> bool:
+    """By type where redis-py has one (it cuts the code off the text then), else by the code that the text begins with."""
+    transient = (exceptions.ReadOnlyError, exceptions.OutOfMemoryError, exceptions.TryAgainError)
+    return isinstance(error, transient) or str(error).startswith(_TRANSIENT_PREFIXES)
+
+
+class Backoff:
+    """Growing, jittered pauses: the n-th lies between half and the whole of ``min(first * 2**n, cap)``."""
+
+    def __init__(self, first_s: float = 0.05, cap_s: float = 2.0) -> None:
+        self._first_s = first_s
+        self._cap_s = cap_s
+        self._count = 0
+
+    def next_s(self) -> float:
+        """How long to pause now, in seconds."""
+        pause_s: float = min(self._first_s * 2.0 ** min(self._count, 30), self._cap_s)
+        self._count += 1
+        return pause_s * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """The trouble is over: start small next time."""
+        self._count = 0
+
+
+class _CleanHandshake(AbstractConnection):
+    """A connection whose handshake, when it is interrupted, leaves no half-open socket behind.
+
+    redis-py closes it on its own errors only; after a KeyboardInterrupt the pool would lend out a connection that still
+    waits for a reply, and its next user would take that for its own.
+    """
+
+    def connect(self) -> None:
+        try:
+            super().connect()
+        except BaseException:
+            self.disconnect()
+            raise
+
+
+class _Tcp(_CleanHandshake, Connection):
+    pass
+
+
+class _Tls(_CleanHandshake, SSLConnection):
+    pass
+
+
+class _Unix(_CleanHandshake, UnixDomainSocketConnection):
+    pass
+
+
+class _Sentinel(_CleanHandshake, SentinelManagedConnection):
+    pass
+
+
+class _SentinelTls(_CleanHandshake, SentinelManagedSSLConnection):
+    pass
+
+
+_CLEAN: dict[type, type] = {Connection: _Tcp, SSLConnection: _Tls, UnixDomainSocketConnection: _Unix}
+_ASYNC: dict[type, type] = {
+    Connection: aioredis.Connection,
+    SSLConnection: AsyncSSLConnection,
+    UnixDomainSocketConnection: AsyncUnixConnection,
+}
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0]
+
+
+def _options(url: str, retry: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a connection pool."""
+    from_url: dict[str, Any] = parse_url(url)
+    defaults: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "health_check_interval": HEALTH_CHECK_S,
+        "max_connections": MAX_CONNECTIONS,
+    }
+    if from_url.get("connection_class") is not UnixDomainSocketConnection:
+        defaults |= {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
+    fixed = {"retry": retry, "protocol": 2, "decode_responses": False}
+    return defaults | options | from_url | fixed
+
+
+def _check_options(kwargs: dict[str, Any]) -> None:
+    """Find now, not at the first command, what the connection would not take."""
+    try:
+        kwargs["connection_class"](**{name: value for name, value in kwargs.items() if name not in ("connection_class", "max_connections")})
+    except (TypeError, exceptions.RedisError) as error:
+        raise ValueError(f"unusable option in the Redis URL ({error})") from None
+
+
+def _keepalive() -> dict[int, int]:
+    """A peer that vanished is noticed after about a minute, also where nothing times out."""
+    wanted = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
+
+
+def _split_sentinel(url: str) -> tuple[list[tuple[str, int]], str, str]:
+    """Sentinels, service, and a plain URL that carries user, password, database and query."""
+    parts = urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    path = parts.path.strip("/").split("/")
+    if not hosts or not path[0] or len(path) > 2:
+        raise ValueError("a sentinel URL is redis+sentinel://[user:password@]host:port[,host:port…]/service[/db]")
+    addresses = []
+    for item in hosts.split(","):
+        host, _, port = item.rpartition(":") if ":" in item else (item, "", "26379")
+        addresses.append((host.strip("[]"), int(port)))
+    query = f"?{parts.query}" if parts.query else ""
+    plain = f"{SENTINEL_SCHEMES[parts.scheme]}://{user}{at}{addresses[0][0]}/{path[1] if len(path) == 2 else 0}{query}"
+    return addresses, unquote(path[0]), plain
+
+
+def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the data connections and of those to the sentinels, which have no password in common."""
+    kwargs = _options(plain, retry, options)
+    for name in ("host", "port", "connection_class"):
+        kwargs.pop(name, None)
+    shared = ("socket_timeout", "socket_connect_timeout", "socket_keepalive", "retry", "protocol")
+    return kwargs, {name: kwargs[name] for name in shared}
+
+
+def _connect_sentinel(url: str, options: dict[str, Any]) -> redis.Redis:
+    addresses, service, plain = _split_sentinel(url)
+    kwargs, sentinel_kwargs = _sentinel_options(plain, Retry(NoBackoff(), 0), options)
+    sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_kwargs)
+    cls = _SentinelTls if plain.startswith("rediss") else _Sentinel
+    master: redis.Redis = sentinel.master_for(service, connection_class=cls, **kwargs)
+    return master
+
+
+def _connect_async_sentinel(url: str, options: dict[str, Any]) -> aioredis.Redis:
+    addresses, service, plain = _split_sentinel(url)
+    kwargs, sentinel_kwargs = _sentinel_options(plain, AsyncRetry(NoBackoff(), 0), options)
+    sentinel = AsyncSentinel(addresses, sentinel_kwargs=sentinel_kwargs)
+    master: aioredis.Redis = sentinel.master_for(service, ssl=plain.startswith("rediss"), **kwargs)
+    return master

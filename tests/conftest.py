@@ -1,0 +1,47 @@
+"""Fixtures that every test may use: a running server, and a queue of the test's own on it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from tests.servers import KINDS, Server, binary
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One Valkey for the whole run. Tests that kill, flush or reconfigure a server start their own."""
+    with Server("valkey") as running:
+        yield running
+
+
+@pytest.fixture(params=KINDS, scope="session")
+def server_kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of server in turn; those that do not run here are skipped, but Valkey must."""
+    kind = str(request.param)
+    if kind != "valkey" and binary(kind) is None:
+        pytest.skip(f"no {kind} on this machine")
+    return kind
+
+
+@pytest.fixture(scope="session")
+def any_server(server_kind: str) -> Iterator[Server]:
+    """A running server of each kind in turn, shared by the run."""
+    with Server(server_kind) as running:
+        yield running
+
+
+@pytest.fixture
+def queue() -> str:
+    """A queue name that nobody else uses."""
+    return f"q-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def raw(server: Server) -> Iterator[redis.Redis]:
+    """A plain client of `server`."""
+    with server.client() as client:
+        yield client
