@@ -124,9 +124,9 @@ class _CleanHandshake(AbstractConnection):
 
     def connect(self) -> None:
         try:
-            super().connect()
+            super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
         except BaseException:
-            self.disconnect()
+            self.disconnect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
             raise
 
 

@@ -1,0 +1,161 @@
+"""The asyncio client: the blocking client's calls as coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import redis
+import redis.asyncio as aioredis
+from redis.exceptions import ReadOnlyError, ResponseError
+
+from producer.calls import CancelOutcome, Status
+from producer.connection import connect_async
+from producer.core import ClientCore, HandleCore
+from producer.exchange import Batch, Call, Pause
+from producer.options import BatchItem, CommonOptions, RequestOptions
+from producer.wire import Chunk, Result
+
+T = TypeVar("T")
+
+
+class AsyncClient(ClientCore):
+    """`producer.Client` for asyncio; use each in one event loop only.
+
+    A task that is cancelled in `submit_and_wait` cancels its request.
+    """
+
+    _connected: aioredis.Redis | None = None
+
+    async def submit_and_wait(
+        self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]
+    ) -> Result:
+        """As `producer.Client.submit_and_wait`."""
+        return await self._drive(self._submit_and_wait_call(prompt, timeout, options))
+
+    async def submit(self, prompt: str | None = None, **options: Unpack[RequestOptions]) -> AsyncHandle:
+        """As `producer.Client.submit`."""
+        return AsyncHandle(self, await self._drive(self._submit_call(prompt, options)))
+
+    async def submit_many(self, items: Sequence[str | BatchItem]) -> list[AsyncHandle]:
+        """As `producer.Client.submit_many`."""
+        return [AsyncHandle(self, ticket) for ticket in await self._drive(self._submit_many_call(items))]
+
+    async def score(
+        self, prompt: str, continuations: Sequence[str], *, timeout: float | None = None, **options: Unpack[CommonOptions]
+    ) -> Result:
+        """As `producer.Client.score`."""
+        return await self.submit_and_wait(prompt, timeout=timeout, kind="score", continuations=continuations, **options)
+
+    async def embed(self, prompt: str, *, timeout: float | None = None, **options: Unpack[CommonOptions]) -> Result:
+        """As `producer.Client.embed`."""
+        return await self.submit_and_wait(prompt, timeout=timeout, kind="embed", **options)
+
+    def get(self, id: str) -> AsyncHandle:  # noqa: A002 - the keyword's name everywhere in the interface
+        """A handle on a request of this queue, whoever submitted it; no I/O."""
+        return AsyncHandle(self, self._attach(id))
+
+    @property
+    def redis(self) -> aioredis.Redis:
+        """The redis-py client below, for commands of the caller's own."""
+        if self._connected is None:
+            self._connected = connect_async(self._url)
+        return self._connected
+
+    async def close(self) -> None:
+        """Close all connections; the client connects anew if it is used again."""
+        connected, self._connected = self._connected, None
+        if connected is not None:
+            await connected.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _drive(self, call: Call[T]) -> T:
+        """Run a call to its end. What interrupts it is the call's to handle: it may have something to take back."""
+        try:
+            step = next(call)
+            while True:
+                try:
+                    reply = await self._perform(step)
+                except BaseException as error:
+                    step = call.throw(error)
+                else:
+                    step = call.send(reply)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+    async def _perform(self, step: Batch | Pause) -> list[Any] | None:
+        if isinstance(step, Batch):
+            return await _send(self.redis.connection_pool, step)
+        await asyncio.sleep(step.seconds)
+        return None
+
+
+class AsyncHandle(HandleCore):
+    """`producer.Handle` for asyncio."""
+
+    def __init__(self, client: AsyncClient, ticket: Any) -> None:
+        super().__init__(client, ticket)
+        self._client = client
+
+    async def result(self, timeout: float | None = None) -> Result:
+        """As `producer.Handle.result`."""
+        return await self._client._drive(self._result_call(timeout))
+
+    async def stream(self, timeout: float | None = None) -> AsyncIterator[Chunk]:
+        """As `producer.Handle.stream`, as an asynchronous iterator."""
+        if self._ticket.finished:
+            for chunk in self._whole():
+                yield chunk
+            return
+        wait = self._wait(timeout)
+        await self._client._drive(wait.begin_stream())
+        while not wait.finished:
+            for chunk in await self._client._drive(wait.poll()):
+                yield chunk
+        self._ticket.outcome()
+
+    async def status(self) -> Status:
+        """As `producer.Handle.status`."""
+        return await self._client._drive(self._status_call())
+
+    async def cancel(self) -> CancelOutcome:
+        """As `producer.Handle.cancel`."""
+        return await self._client._drive(self._cancel_call())
+
+
+async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
+    """One exchange on one connection, which goes back to the pool only if it owes no reply."""
+    connection = await pool.get_connection()
+    try:
+        async with asyncio.timeout(batch.limit_s) as limit:
+            await connection.send_packed_command(connection.pack_commands(batch.commands))
+            replies = []
+            for _ in batch.commands:
+                replies.append(await _read(connection))
+                limit.reschedule(None)
+        if any(isinstance(reply, ReadOnlyError) for reply in replies):
+            await connection.disconnect()  # this server has become a replica: look for the master again
+        return replies
+    except TimeoutError:
+        await connection.disconnect(nowait=True)
+        raise redis.TimeoutError(f"no reply within {batch.limit_s:g} s") from None
+    except BaseException:
+        await connection.disconnect(nowait=True)
+        raise
+    finally:
+        await pool.release(connection)
+
+
+async def _read(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error

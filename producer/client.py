@@ -1,0 +1,187 @@
+"""The blocking client. One serves any number of threads, and goes on serving in a forked child."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import redis
+from redis.exceptions import ReadOnlyError, ResponseError
+
+from producer.calls import CancelOutcome, Status
+from producer.connection import connect
+from producer.core import ClientCore, HandleCore
+from producer.exchange import Batch, Call, Pause
+from producer.options import BatchItem, CommonOptions, RequestOptions
+from producer.wire import Chunk, Result
+
+T = TypeVar("T")
+
+
+class Client(ClientCore):
+    """Puts requests on a queue and blocks on their replies.
+
+    Threads share it freely; a forked child opens connections of its own. Every call may raise `RedisUnavailable`.
+    """
+
+    _connected: tuple[int, redis.Redis] | None = None
+
+    def submit_and_wait(self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]) -> Result:
+        """Run one request and return its result.
+
+        A request whose caller times out or is interrupted (Ctrl-C) is cancelled; should that fail, it ends by itself soon
+        after, for the timeout is its deadline too where ``deadline_s`` gives none.
+
+        Args:
+            timeout: seconds in all, trouble with Redis included; None waits as long as it takes.
+
+        Raises:
+            InvalidRequest: before anything is sent.
+            WaitTimeout, QueueFull, Cancelled, DeadlineExceeded, BatchFailed, …: see `producer.errors`.
+        """
+        return self._drive(self._submit_and_wait_call(prompt, timeout, options))
+
+    def submit(self, prompt: str | None = None, **options: Unpack[RequestOptions]) -> Handle:
+        """Put one request on the queue; `QueueFull` where its tier is.
+
+        An id that is known already is not run again: the handle is that of the earlier request.
+        """
+        return Handle(self, self._drive(self._submit_call(prompt, options)))
+
+    def submit_many(self, items: Sequence[str | BatchItem]) -> list[Handle]:
+        """Put many requests on the queue in few round trips; each is a prompt, or a map of `submit`'s keywords.
+
+        Nothing is sent if one is invalid. One that a full queue refuses raises `QueueFull` from its handle's `result`.
+        """
+        return [Handle(self, ticket) for ticket in self._drive(self._submit_many_call(items))]
+
+    def score(self, prompt: str, continuations: Sequence[str], *, timeout: float | None = None, **options: Unpack[CommonOptions]) -> Result:
+        """Summed log-probability of each continuation after the prompt, in ``Result.scores``."""
+        return self.submit_and_wait(prompt, timeout=timeout, kind="score", continuations=continuations, **options)
+
+    def embed(self, prompt: str, *, timeout: float | None = None, **options: Unpack[CommonOptions]) -> Result:
+        """The prompt's pooled hidden state, in ``Result.embedding``."""
+        return self.submit_and_wait(prompt, timeout=timeout, kind="embed", **options)
+
+    def get(self, id: str) -> Handle:  # noqa: A002 - the keyword's name everywhere in the interface
+        """A handle on a request of this queue, whoever submitted it."""
+        return Handle(self, self._attach(id))
+
+    @property
+    def redis(self) -> redis.Redis:
+        """The redis-py client below, for commands of the caller's own."""
+        pid = os.getpid()
+        if self._connected is None or self._connected[0] != pid:
+            # A child takes nothing over: a lock of the pool may have been held by a thread that was not forked along.
+            self._connected = (pid, connect(self._url))
+        return self._connected[1]
+
+    def close(self) -> None:
+        """Close all connections; the client connects anew if it is used again."""
+        connected, self._connected = self._connected, None
+        if connected is not None and connected[0] == os.getpid():
+            connected[1].close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _drive(self, call: Call[T]) -> T:
+        """Run a call to its end. What interrupts it is the call's to handle: it may have something to take back."""
+        try:
+            step = next(call)
+            while True:
+                try:
+                    reply = self._perform(step)
+                except BaseException as error:
+                    step = call.throw(error)
+                else:
+                    step = call.send(reply)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+    def _perform(self, step: Batch | Pause) -> list[Any] | None:
+        if isinstance(step, Batch):
+            return _send(self.redis.connection_pool, step)
+        time.sleep(step.seconds)
+        return None
+
+
+class Handle(HandleCore):
+    """One request on the queue. Threads may share it; another process gets its own with `Client.get`."""
+
+    def __init__(self, client: Client, ticket: Any) -> None:
+        super().__init__(client, ticket)
+        self._client = client
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the final reply.
+
+        Raises:
+            WaitTimeout: not within ``timeout`` seconds; the request goes on.
+            ReplyExpired, UnknownRequest: there is none to wait for.
+            Cancelled, DeadlineExceeded, BatchFailed, …: the error that the request was answered with.
+        """
+        return self._client._drive(self._result_call(timeout))
+
+    def stream(self, timeout: float | None = None) -> Iterator[Chunk]:
+        """Iterate over the answer as it is generated; the chunks joined are the final text. Raises what `result` does.
+
+        Args:
+            timeout: seconds until the answer must be complete.
+        """
+        if self._ticket.finished:
+            yield from self._whole()
+            return
+        wait = self._wait(timeout)
+        self._client._drive(wait.begin_stream())
+        while not wait.finished:
+            yield from self._client._drive(wait.poll())
+        self._ticket.outcome()
+
+    def status(self) -> Status:
+        """``queued``, ``running``, ``done``, ``failed`` or ``cancelled``.
+
+        ``unknown``: never seen, forgotten (a day after the end), or put by a bare XADD and not taken by a worker yet.
+        """
+        return self._client._drive(self._status_call())
+
+    def cancel(self) -> CancelOutcome:
+        """Ask for an end.
+
+        Returns:
+            ``cancelled`` before it started, ``cancelling`` where a worker runs it, ``finished`` where there was nothing to
+            cancel any more; ``unknown`` orders it beforehand.
+        """
+        return self._client._drive(self._cancel_call())
+
+
+def _send(pool: redis.ConnectionPool, batch: Batch) -> list[Any]:
+    """One exchange on one connection, which goes back to the pool only if it owes no reply."""
+    connection = pool.get_connection()
+    try:
+        connection.send_packed_command(connection.pack_commands(batch.commands))
+        if not connection.can_read(timeout=batch.limit_s):
+            raise redis.TimeoutError(f"no reply within {batch.limit_s:g} s")
+        replies = [_read(connection) for _ in batch.commands]
+        if any(isinstance(reply, ReadOnlyError) for reply in replies):
+            connection.disconnect()  # this server has become a replica: look for the master again
+        return replies
+    except BaseException:
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+
+
+def _read(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error

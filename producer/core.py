@@ -1,0 +1,142 @@
+"""What the blocking client and the asyncio client have in common: all but the I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from producer import calls, validate
+from producer.calls import Submission, Ticket, Wait
+from producer.codec import ENCODINGS
+from producer.connection import redact
+from producer.errors import HeadraceError, RedisUnavailable
+from producer.exchange import Call, Patience
+from producer.keys import Keys, check_name
+from producer.options import Wanted, build, build_many
+from producer.wire import Chunk, Encoding, Result
+
+DEFAULT_URL = "redis://127.0.0.1:6379/0"
+DEADLINE_GRACE_S = 5.0  # how long after its caller's timeout a request that could not be cancelled may still run
+ABANDON_S = 1.0  # how long the cancelling of an abandoned request may take
+
+
+class ClientCore:
+    """Settings of a client, and its calls as generators."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        queue: str = "default",
+        *,
+        encoding: Encoding = "msgpack",
+        max_queue_depth: int | None = None,
+        patience_s: float = 10.0,
+    ) -> None:
+        """Connects when first used.
+
+        Args:
+            url: ``redis://``, ``rediss://``, ``unix://`` or ``redis+sentinel://host:port,…/service/db``; redis-py's
+                query options (``?socket_timeout=20``) apply.
+            encoding: of the bodies, requests and replies.
+            max_queue_depth: most requests queued and running in a tier, unless the queue's own limit is set in Redis;
+                one more is refused with `QueueFull`.
+            patience_s: how long Redis trouble is waited out in calls without a timeout of their own.
+
+        Raises:
+            ValueError: an argument is malformed (`InvalidRequest` is one).
+        """
+        if encoding not in ENCODINGS:
+            raise validate.fail("encoding", f"one of {', '.join(ENCODINGS)}")
+        self.queue = queue
+        self.keys = Keys(queue)
+        self._url = url
+        self._encoding = encoding
+        self._max_queue_depth = max_queue_depth if max_queue_depth is None else validate.integer("max_queue_depth", max_queue_depth, 1)
+        self._patience_s = validate.number("patience_s", patience_s, 0.0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact(self._url)!r}, queue={self.queue!r})"
+
+    def _patience(self) -> Patience:
+        return Patience(self._patience_s)
+
+    def _submission(self, wanted: Wanted) -> Submission:
+        return calls.submission(self.keys, wanted, self._encoding, self._max_queue_depth)
+
+    def _submit_call(self, prompt: str | None, options: Mapping[str, Any]) -> Call[Ticket]:
+        item = self._submission(build(prompt, options))
+        [ticket] = yield from calls.enqueue([item], self.keys, self._patience())
+        if ticket.refused is not None:
+            raise ticket.refused
+        return ticket
+
+    def _submit_many_call(self, items: Sequence[str | Mapping[str, Any]]) -> Call[list[Ticket]]:
+        return calls.enqueue([self._submission(wanted) for wanted in build_many(items)], self.keys, self._patience())
+
+    def _submit_and_wait_call(self, prompt: str | None, timeout_s: float | None, options: Mapping[str, Any]) -> Call[Result]:
+        """A request whose caller gives up, times out or is interrupted is cancelled before the error goes on."""
+        wanted = build(prompt, options)
+        timeout_s = check_timeout(timeout_s)
+        if wanted.deadline_s is None and timeout_s is not None:
+            wanted = replace(wanted, deadline_s=timeout_s + DEADLINE_GRACE_S)
+        item, patience = self._submission(wanted), Patience(timeout_s)
+        ticket = None
+        try:
+            [ticket] = yield from calls.enqueue([item], self.keys, patience)
+            return (yield from self._wait_call(ticket, patience))
+        except (GeneratorExit, RedisUnavailable):
+            raise
+        except BaseException:
+            if ticket is None or not ticket.finished:
+                with suppress(HeadraceError):
+                    yield from calls.cancel(self.keys, item.request_id, Patience(ABANDON_S))
+            raise
+
+    def _wait_call(self, ticket: Ticket, patience: Patience) -> Call[Result]:
+        if not ticket.finished:
+            wait = Wait(self.keys, ticket, patience, streaming=False)
+            while not wait.finished:
+                yield from wait.poll()
+        return ticket.outcome()
+
+    def _attach(self, request_id: str) -> Ticket:
+        return Ticket(check_name("id", request_id))
+
+
+class HandleCore:
+    """One request, as a client knows it."""
+
+    def __init__(self, client: ClientCore, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._core = client
+
+    @property
+    def id(self) -> str:
+        return self._ticket.request_id
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, queue={self._core.queue!r})"
+
+    def _result_call(self, timeout_s: float | None) -> Call[Result]:
+        return self._core._wait_call(self._ticket, Patience(check_timeout(timeout_s)))
+
+    def _wait(self, timeout_s: float | None) -> Wait:
+        return Wait(self._core.keys, self._ticket, Patience(check_timeout(timeout_s)), streaming=True)
+
+    def _whole(self) -> list[Chunk]:
+        """A reply that was read before, as one chunk; an error that was answered is raised."""
+        result = self._ticket.outcome()
+        return [Chunk(result.text, result.token_ids, attempt=result.attempt, logprobs=result.logprobs)]
+
+    def _status_call(self) -> Call[calls.Status]:
+        return calls.status(self._core.keys, self.id, self._core._patience())
+
+    def _cancel_call(self) -> Call[calls.CancelOutcome]:
+        return calls.cancel(self._core.keys, self.id, self._core._patience())
+
+
+def check_timeout(timeout_s: float | None) -> float | None:
+    """Return ``timeout_s`` if it is None or a finite number of seconds from 0, else raise `InvalidRequest`."""
+    return None if timeout_s is None else validate.number("timeout", timeout_s, 0.0)
