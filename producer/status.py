@@ -1,0 +1,142 @@
+"""What a queue is doing, read from its plain keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+
+from producer.keys import GROUP, TIERS, Keys, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier's stream.
+
+    Attributes:
+        queued: entries that no worker was given yet.
+        running: entries that a worker holds, or held when it died.
+        oldest_age_s: how long the oldest queued entry has been waiting; None where none is.
+    """
+
+    tier: Tier
+    queued: int
+    running: int
+    oldest_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a worker says of itself; None where it does not say.
+
+    Attributes:
+        state: ``starting``, ``running``, ``draining``, ….
+        batch_size: requests in the last step.
+        fields: everything it says, as text.
+    """
+
+    name: str
+    state: str
+    model: str
+    batch_size: int | None
+    free_blocks: int | None
+    total_blocks: int | None
+    tokens_per_s: float | None
+    uptime_s: float | None
+    fields: Mapping[str, str] = field(repr=False, default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """A queue's tiers, live workers (by name) and number of dead letters."""
+
+    queue: str
+    tiers: list[TierStatus]
+    workers: list[WorkerStatus]
+    dead: int
+
+
+def read_status(client: redis.Redis, queue: str) -> QueueStatus:
+    """Read a queue's status; a queue that nobody used yet is empty.
+
+    Raises:
+        redis.RedisError: Redis is in trouble.
+    """
+    keys = Keys(queue)
+    [seconds, microseconds] = client.execute_command("TIME")
+    now_s = int(seconds) + int(microseconds) / 1e6
+    return QueueStatus(
+        queue=queue,
+        tiers=[_tier(client, keys, tier, now_s) for tier in TIERS],
+        workers=sorted(_workers(client, keys), key=lambda worker: worker.name),
+        dead=_integer(client.execute_command("XLEN", keys.dead)),
+    )
+
+
+def _tier(client: redis.Redis, keys: Keys, tier: Tier, now_s: float) -> TierStatus:
+    stream = keys.stream(tier)
+    length = _integer(client.execute_command("XLEN", stream))
+    group = _group(client, stream)
+    running = _integer(group.get("pending", 0))
+    lag = group.get("lag")
+    queued = _integer(lag) if lag is not None else max(0, length - running)
+    oldest = client.execute_command("XRANGE", stream, f"({_text(group.get('last-delivered-id', '0-0'))}", "+", "COUNT", 1)
+    age_s = max(0.0, now_s - int(_text(oldest[0][0]).partition("-")[0]) / 1000) if oldest else None
+    return TierStatus(tier, queued, running, age_s)
+
+
+def _group(client: redis.Redis, stream: str) -> dict[str, Any]:
+    """The workers' group, empty where stream or group does not exist."""
+    try:
+        groups = client.xinfo_groups(stream)
+    except ResponseError:
+        return {}
+    return next((group for group in groups if _text(group["name"]) == GROUP), {})
+
+
+def _workers(client: redis.Redis, keys: Keys) -> Iterator[WorkerStatus]:
+    prefix = keys.worker("")
+    for key in client.scan_iter(match=f"{prefix}*", count=1000, _type="hash"):
+        said = {_text(name): _text(value) for name, value in client.hgetall(key).items()}
+        if said:  # it may have expired since
+            yield _worker(_text(key).removeprefix(prefix), said)
+
+
+def _worker(name: str, said: Mapping[str, str]) -> WorkerStatus:
+    return WorkerStatus(
+        name=name,
+        state=said.get("state", ""),
+        model=said.get("model", ""),
+        batch_size=_optional_integer(said.get("batch_size")),
+        free_blocks=_optional_integer(said.get("free_blocks")),
+        total_blocks=_optional_integer(said.get("total_blocks")),
+        tokens_per_s=_optional_float(said.get("tokens_per_s")),
+        uptime_s=_optional_float(said.get("uptime_s")),
+        fields=said,
+    )
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _integer(value: Any) -> int:
+    return int(value)
+
+
+def _optional_integer(value: str | None) -> int | None:
+    number = _optional_float(value)
+    return None if number is None else int(number)
+
+
+def _optional_float(value: str | None) -> float | None:
+    """A worker of another version may say what we cannot read: that is as if it did not say."""
+    try:
+        number = float(value) if value is not None else None
+    except ValueError:
+        return None
+    return number if number is None or math.isfinite(number) else None
