@@ -97,12 +97,15 @@ def encoding_of(entry: Mapping[bytes, bytes]) -> Encoding:
 
 
 def encode_body(body: Mapping[str, Any], encoding: Encoding) -> bytes:
-    """``body`` as bytes; deterministic: map order is kept, and numbers take their shortest form."""
+    """``body`` as bytes; deterministic: map order is kept, and numbers take their shortest form.
+
+    What is not a plain type can only be a map: everything else was refused when the request was made.
+    """
     if encoding == "msgpack":
-        packed = msgpack.packb(body, use_bin_type=True)
+        packed = msgpack.packb(body, use_bin_type=True, default=dict)
         assert isinstance(packed, bytes)
         return packed
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict).encode()
 
 
 def decode_body(body: bytes, encoding: Encoding) -> dict[str, Any]:
@@ -231,6 +234,7 @@ def decode_error(frame: Frame, request_id: str | None = None) -> HeadraceError:
         return error_from_code(
             str(body.get("code", "INTERNAL")),
             str(body.get("message", "")),
+            retryable=body.get("retryable") is True,
             request_id=request_id,
             field=body.get("field"),
             partial_text=str(body.get("partial_text", "")),

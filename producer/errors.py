@@ -7,7 +7,7 @@ user's text.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 
 class HeadraceError(Exception):
@@ -22,8 +22,8 @@ class HeadraceError(Exception):
         partial_token_ids: the token ids of ``partial_text``.
     """
 
-    code: ClassVar[str] = "INTERNAL"
-    retryable: ClassVar[bool] = False
+    code: str = "INTERNAL"
+    retryable: bool = False
 
     def __init__(
         self,
@@ -163,6 +163,9 @@ BY_CODE: dict[str, type[HeadraceError]] = {
 }
 
 
-def error_from_code(code: str, message: str, **details: Any) -> HeadraceError:
-    """Build the typed error for a wire code; an unknown code becomes `HeadraceError` itself."""
-    return BY_CODE.get(code, HeadraceError)(message, **details)
+def error_from_code(code: str, message: str, *, retryable: bool = False, **details: Any) -> HeadraceError:
+    """Build the typed error for a wire code; an unknown code becomes `HeadraceError` itself, with that code and ``retryable``."""
+    error = BY_CODE.get(code, HeadraceError)(message, **details)
+    if error.code != code:
+        error.code, error.retryable = code, retryable
+    return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from producer import validate
@@ -88,8 +88,10 @@ class SamplingParams:
             validate.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         validate.boolean("ignore_eos", self.ignore_eos)
         validate.integer("n", self.n, 1, MAX_N)
-        if self.response_format is not None and not isinstance(self.response_format, Mapping):
-            raise validate.fail("response_format", f"an object, not {type(self.response_format).__name__}")
+        if self.response_format is not None:
+            if not isinstance(self.response_format, Mapping):
+                raise validate.fail("response_format", f"an object, not {type(self.response_format).__name__}")
+            validate.tree("response_format", self.response_format, MAX_SCHEMA_BYTES)
 
     @property
     def greedy(self) -> bool:
@@ -98,8 +100,8 @@ class SamplingParams:
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain maps, lists and scalars."""
-        values = asdict(self)
-        wire = {f.name: values[f.name] for f in fields(self) if values[f.name] != getattr(_DEFAULTS, f.name)}
+        values = {name: getattr(self, name) for name in FIELD_NAMES}
+        wire = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
         if "logit_bias" in wire:  # JSON has string keys only, so every encoding has
             wire["logit_bias"] = {str(token): bias for token, bias in wire["logit_bias"].items()}
         for name in ("stop", "stop_token_ids"):

@@ -7,10 +7,11 @@ user text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from producer.errors import InvalidRequest
 
+MAX_DEPTH = 64
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
 
@@ -83,3 +84,29 @@ def token_ids(field: str, value: object, max_items: int) -> list[int]:
         if type(item) is not int or not 0 <= item <= 2**31 - 1:
             integer(f"{field}[{i}]", item, 0, 2**31 - 1)
     return [item for item in items if isinstance(item, int)]
+
+
+def tree(field: str, value: object, max_bytes: int) -> None:
+    """Maps with string keys, lists, and plain scalars, at most `MAX_DEPTH` deep; every string is `text` of ``max_bytes``."""
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise fail(field, f"at most {MAX_DEPTH} levels deep")
+        if isinstance(item, Mapping):
+            for key in item:
+                text(f"{field} key", key, max_bytes, allow_empty=True)
+            stack += [(child, depth + 1) for child in item.values()]
+        elif isinstance(item, list | tuple):
+            stack += [(child, depth + 1) for child in item]
+        else:
+            _scalar(field, item, max_bytes)
+
+
+def _scalar(field: str, value: object, max_bytes: int) -> None:
+    if isinstance(value, str):
+        text(field, value, max_bytes, allow_empty=True)
+    elif isinstance(value, float):
+        number(field, value)
+    elif value is not None and not isinstance(value, bool):
+        integer(field, value)

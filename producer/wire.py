@@ -94,6 +94,7 @@ def _check_messages(messages: object) -> None:
             raise validate.fail(f"messages[{i}]", f"an object, not {type(message).__name__}")
         validate.text(f"messages[{i}].role", message.get("role"), 64)
         validate.text(f"messages[{i}].content", message.get("content"), MAX_PROMPT_BYTES, allow_empty=True)
+        validate.tree(f"messages[{i}]", message, MAX_PROMPT_BYTES)
 
 
 def _check_continuations(request: GenerateRequest) -> None:
