@@ -1,0 +1,209 @@
+"""A worker whose engine is a few lines of arithmetic: fast, deterministic, and able to misbehave when asked to.
+
+The worker, its Redis side and its signals are the real ones; only the model is not. Run as a program it is a worker process::
+
+    python -m tests.fakes --redis URL --queue Q --lease 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from producer.errors import ContextLengthExceeded, InvalidRequest
+from producer.keys import Tier
+from producer.sampling import SamplingParams
+from producer.wire import GenerateRequest, TokenLogprob
+from worker.config import WorkerConfig
+from worker.engine.request import Request, RequestStatus, StepOutput
+from worker.engine.scheduler import SchedulerStats
+from worker.worker import Worker
+
+VOCABULARY = 1000
+MAX_MODEL_LEN = 100_000
+
+KILL = "!kill"  # the step that runs it is the process's last
+WEDGE = "!wedge"  # its step never ends
+CRASH = "!crash"  # its step raises
+FAIL = "!fail"  # its row fails, alone
+
+
+def next_token(prompt_token_ids: Sequence[int], position: int) -> int:
+    """What the model says at ``position`` of the output: a function of prompt and position alone."""
+    digest = hashlib.blake2b(f"{list(prompt_token_ids)}:{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) % VOCABULARY
+
+
+def expected_tokens(prompt: str, max_tokens: int) -> list[int]:
+    """The output of an undisturbed run."""
+    ids = list(prompt.encode())
+    return [next_token(ids, position) for position in range(max_tokens)]
+
+
+def expected_text(prompt: str, max_tokens: int) -> str:
+    return "".join(map(text_of, expected_tokens(prompt, max_tokens)))
+
+
+def text_of(token_id: int) -> str:
+    return f" {token_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeDelta:
+    text: str
+    stopped_by: str | None
+    num_tokens_kept: int
+
+
+class FakeDetokenizer:
+    """Text a token; holds back nothing, so a stop string must not span tokens."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._stops = params.stop
+
+    def push(self, token_ids: Sequence[int], finished: bool) -> FakeDelta:
+        del finished
+        text = ""
+        for kept, token_id in enumerate(token_ids, start=1):
+            for stop in self._stops:
+                if stop in text_of(token_id):
+                    return FakeDelta(text, stop, kept)
+            text += text_of(token_id)
+        return FakeDelta(text, None, len(token_ids))
+
+
+class FakeInputs:
+    def prepare(self, wanted: GenerateRequest) -> Request:
+        prompt = list((wanted.prompt or "").encode()) or list(wanted.prompt_token_ids or ())
+        if not prompt:
+            raise InvalidRequest("messages must be absent, this model has no chat template", field="messages")
+        return Request(wanted.id, prompt, wanted.params, wanted.params.max_tokens or 256, tier=wanted.tier)
+
+
+class FakeEngine:
+    """One token a step for every running request."""
+
+    model_name = "fake"
+    device_name = "cpu"
+    dtype_name = "float32"
+
+    def __init__(self, *, max_batch_size: int = 100, step_s: float = 0.0, trace: Path | None = None) -> None:
+        self.inputs = FakeInputs()
+        self.step_s = step_s
+        self._max_batch_size = max_batch_size
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._trace = trace.open("a", buffering=1) if trace is not None else None
+
+    def make_detokenizer(self, request: Request) -> FakeDetokenizer:
+        return FakeDetokenizer(request.params)
+
+    def add(self, request: Request) -> None:
+        assert all(other.id != request.id for other in self._waiting + self._running), "an id is in the engine once"
+        if request.num_prompt_tokens + request.max_tokens > MAX_MODEL_LEN:
+            raise ContextLengthExceeded(f"max_tokens must leave room in the context of {MAX_MODEL_LEN} tokens", field="max_tokens")
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        self._waiting = [request for request in self._waiting if request.id != request_id]
+        self._running = [request for request in self._running if request.id != request_id]
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def room(self, tier: Tier) -> int:
+        del tier
+        return max(0, self._max_batch_size + 2 - len(self._waiting) - len(self._running))
+
+    def stats(self) -> SchedulerStats:
+        used = len(self._running)
+        return SchedulerStats(
+            running_realtime=sum(request.tier == "realtime" for request in self._running),
+            running_batch=sum(request.tier == "batch" for request in self._running),
+            waiting_realtime=len(self._waiting),
+            used_blocks=used,
+            free_blocks=self._max_batch_size - used,
+            total_blocks=self._max_batch_size,
+        )
+
+    def step(self) -> list[StepOutput]:
+        count = self._max_batch_size - len(self._running)
+        self._running += self._waiting[:count]
+        self._waiting = self._waiting[count:]
+        time.sleep(self.step_s)
+        outputs = [self._advance(request) for request in self._running]
+        self._running = [output.request for output in outputs if not output.finished]
+        if self._trace is not None:
+            self._trace.write("".join(f"{output.request.id} {output.index}\n" for output in outputs))
+        return outputs
+
+    def _advance(self, request: Request) -> StepOutput:
+        self._misbehave(request)
+        position = len(request.output_token_ids)
+        if bytes(request.prompt_token_ids[:8] if max(request.prompt_token_ids) < 256 else b"").startswith(FAIL.encode()):
+            request.status = RequestStatus.FINISHED
+            return StepOutput(request, position, [], error_code="BATCH_FAILED", error_message="the step failed")
+        token = next_token(request.prompt_token_ids, position)
+        request.output_token_ids.append(token)
+        done = position + 1 >= request.max_tokens
+        logprobs = [TokenLogprob(token, -0.5, {token: -0.5})] if request.params.logprobs is not None else None
+        return StepOutput(request, position, [token], logprobs, "length" if done else None)
+
+    def _misbehave(self, request: Request) -> None:
+        if max(request.prompt_token_ids) > 255:
+            return
+        prompt = bytes(request.prompt_token_ids).decode(errors="replace")
+        if prompt.startswith(KILL):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if prompt.startswith(WEDGE):
+            time.sleep(3600)
+        if prompt.startswith(CRASH):
+            raise RuntimeError("device lost")
+
+
+def main() -> int:
+    """Run a worker process until it is told to stop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--redis", required=True)
+    parser.add_argument("--queue", default="default")
+    parser.add_argument("--name")
+    parser.add_argument("--lease", type=float, default=2.0)
+    parser.add_argument("--drain", type=float, default=30.0)
+    parser.add_argument("--checkpoint-tokens", type=int, default=64)
+    parser.add_argument("--checkpoint-seconds", type=float, default=2.0)
+    parser.add_argument("--max-attempts", type=int, default=3)
+    parser.add_argument("--max-batch-size", type=int, default=100)
+    parser.add_argument("--socket-timeout", type=float, default=5.0)
+    parser.add_argument("--step-ms", type=float, default=2.0)
+    parser.add_argument("--trace", type=Path)
+    args = parser.parse_args()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    names = {"name": args.name} if args.name else {}
+    config = WorkerConfig(
+        redis_url=args.redis,
+        queue=args.queue,
+        lease_s=args.lease,
+        drain_s=args.drain,
+        checkpoint_tokens=args.checkpoint_tokens,
+        checkpoint_s=args.checkpoint_seconds,
+        max_attempts=args.max_attempts,
+        socket_timeout_s=args.socket_timeout,
+        **names,
+    )
+    worker = Worker(config, lambda: FakeEngine(max_batch_size=args.max_batch_size, step_s=args.step_ms / 1000, trace=args.trace))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.request_stop())
+    return worker.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

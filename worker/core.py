@@ -1,0 +1,24 @@
+"""What a worker's threads share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.config import WorkerConfig
+from worker.engine_loop import EngineLoop
+from worker.metrics import WorkerMetrics
+from worker.output import Publisher
+from worker.registry import Registry
+from worker.stream.trouble import Outage
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """One worker's settings, requests, engine and publisher; each may be used from any thread."""
+
+    config: WorkerConfig
+    registry: Registry
+    loop: EngineLoop
+    publisher: Publisher
+    outage: Outage
+    metrics: WorkerMetrics

@@ -1,0 +1,71 @@
+"""What the worker asks of an engine. `worker.engine.engine.Engine` is one; so is anything that a test puts in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from producer.keys import Tier
+from producer.wire import GenerateRequest
+from worker.engine.request import Request, StepOutput
+from worker.engine.scheduler import SchedulerStats
+
+
+class TextDelta(Protocol):
+    """What pushing tokens added to a request's text: see `worker.engine.detokenizer`."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def stopped_by(self) -> str | None: ...
+    @property
+    def num_tokens_kept(self) -> int: ...
+
+
+class Detokenizer(Protocol):
+    """One request's incremental text; used by one thread at a time."""
+
+    def push(self, token_ids: Sequence[int], finished: bool) -> TextDelta: ...
+
+
+class InputProcessor(Protocol):
+    """Turns wire requests into engine requests; called from the fetching thread."""
+
+    def prepare(self, wanted: GenerateRequest) -> Request:
+        """Tokenise and check. Raises a `producer.errors.HeadraceError` that names the field."""
+        ...
+
+
+class EngineLike(Protocol):
+    """An engine. Its own thread calls `add`, `abort`, `step`, `has_work`, `room` and `stats`; other threads the rest."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def dtype_name(self) -> str: ...
+    @property
+    def inputs(self) -> InputProcessor: ...
+
+    def make_detokenizer(self, request: Request) -> Detokenizer: ...
+
+    def add(self, request: Request) -> None:
+        """Take a request in. Raises `ContextLengthExceeded` where it can never fit."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; one that is not there is no error. No output follows."""
+        ...
+
+    def step(self) -> list[StepOutput]:
+        """Run one step. What it raises is fatal: failures of single requests come as outputs."""
+        ...
+
+    def has_work(self) -> bool: ...
+
+    def room(self, tier: Tier) -> int:
+        """How many further requests of a tier are worth fetching now."""
+        ...
+
+    def stats(self) -> SchedulerStats: ...

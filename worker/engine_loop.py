@@ -1,0 +1,171 @@
+"""The thread that owns the engine: take arrivals and aborts, run a step, pass the outputs on, wait when idle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from producer.errors import HeadraceError
+from producer.keys import TIERS, Tier
+from worker.engine.request import Request, StepOutput
+from worker.engine.scheduler import SchedulerStats
+from worker.engine_api import EngineLike
+from worker.health import Progress
+
+IDLE_S = 1.0  # how long an idle engine sleeps when nothing wakes it
+
+log = structlog.get_logger("headrace.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The engine would not take a request in."""
+
+    request: Request
+    error: HeadraceError
+
+
+Emit = Callable[[list[StepOutput] | Refusal], None]
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own; its methods may be called from any other.
+
+    Args:
+        load: makes the engine; called in the thread, so that the thread owns the device from the first moment on.
+        stall_s: how long a turn of the loop may take before the engine counts as wedged.
+        on_end: called when the thread ends, for whatever reason.
+
+    Attributes:
+        failure: what ended the thread, if it did not end as told.
+    """
+
+    def __init__(self, load: Callable[[], EngineLike], *, stall_s: float, on_end: Callable[[], None]) -> None:
+        self.progress = Progress(stall_s)
+        self.failure: BaseException | None = None
+        self.stats = SchedulerStats()
+        self.num_tokens = 0
+        self._load = load
+        self._emit: Emit = _ignore
+        self._on_end = on_end
+        self._engine: EngineLike | None = None
+        self._ready = threading.Event()
+        self._turned = threading.Condition()
+        self._inbox: list[Request | str] = []  # arrivals, and ids to abort, in the order they were given
+        self._room: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def engine(self) -> EngineLike:
+        assert self._engine is not None, "asked for before it was ready"
+        return self._engine
+
+    @property
+    def ready(self) -> bool:
+        return self._ready.is_set()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it has work and has made no progress with it for too long."""
+        return not self.progress.check().ok
+
+    def start(self, emit: Emit) -> None:
+        """Load the engine and run it; ``emit`` takes what each step puts out, and must not block."""
+        self._emit = emit
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the step that runs; False where that does not happen in time."""
+        with self._turned:
+            self._stopping = True
+            self._turned.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def add(self, request: Request) -> None:
+        with self._turned:
+            self._inbox.append(request)
+            self.progress.work_arrived()
+            self._turned.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        with self._turned:
+            self._inbox.append(request_id)
+            self._turned.notify_all()
+
+    def room(self) -> dict[Tier, int]:
+        """How many further requests of each tier are worth fetching now."""
+        with self._turned:
+            waiting = [item.tier for item in self._inbox if isinstance(item, Request)]
+            return {tier: max(0, self._room[tier] - waiting.count(tier)) for tier in TIERS}
+
+    def await_turn(self, timeout_s: float) -> None:
+        """Wait until the loop has turned, which is when room appears."""
+        with self._turned:
+            self._turned.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+            self._engine = engine
+            self._look(engine)
+            self._ready.set()
+            while self._turn(engine):
+                pass
+        except BaseException as error:  # whatever it is, the requests have to be handed back
+            log.exception("engine failed")
+            self.failure = error
+            self.progress.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._on_end()
+
+    def _turn(self, engine: EngineLike) -> bool:
+        for item in self._take(wait=not engine.has_work()):
+            if isinstance(item, Request):
+                self._add(engine, item)
+            else:
+                engine.abort(item)
+        if self._stopping:
+            return False
+        if engine.has_work():
+            outputs = engine.step()
+            self.num_tokens += sum(len(output.token_ids) for output in outputs)
+            if outputs:
+                self._emit(outputs)
+        self._look(engine)
+        return True
+
+    def _take(self, *, wait: bool) -> list[Request | str]:
+        with self._turned:
+            if wait and not (self._inbox or self._stopping):
+                self._turned.wait(IDLE_S)
+            taken, self._inbox = self._inbox, []
+            for item in taken:  # until the engine has counted them itself
+                if isinstance(item, Request):
+                    self._room[item.tier] -= 1
+            return taken
+
+    def _add(self, engine: EngineLike, request: Request) -> None:
+        try:
+            engine.add(request)
+        except HeadraceError as error:
+            self._emit(Refusal(request, error))
+
+    def _look(self, engine: EngineLike) -> None:
+        stats = engine.stats()
+        held = stats.running_realtime + stats.running_batch + stats.waiting_realtime + stats.waiting_batch
+        self.progress.turn(held)
+        with self._turned:
+            self.stats = stats
+            self._room = {tier: engine.room(tier) for tier in TIERS}
+            if self._inbox:
+                self.progress.work_arrived()
+            self._turned.notify_all()
+
+
+def _ignore(_: list[StepOutput] | Refusal) -> None:
+    """Until somebody listens."""

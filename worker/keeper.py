@@ -1,0 +1,181 @@
+"""The thread that keeps a worker's promises: orders, leases, deadlines, heartbeat, removal of dead consumers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from producer import __version__
+from producer.errors import Cancelled, DeadlineExceeded
+from worker.core import Core
+from worker.output import Lost
+from worker.stream.control import Control, Order
+from worker.stream.heartbeat import Heartbeat
+from worker.stream.ledger import Ledger
+from worker.stream.trouble import TROUBLE, Trouble
+
+SLICE_S = 0.25  # how late a deadline may be noticed, and how late a stop
+MAX_BEAT_S = 1.0
+
+log = structlog.get_logger("headrace.worker")
+
+
+class Keeper:
+    """Renews what the worker holds while the engine makes progress: a wedged engine loses its leases, a slow one does not.
+
+    Args:
+        state: what the worker says of itself.
+        claim_now: called when another worker has handed requests back.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        control: Control,
+        heartbeat: Heartbeat,
+        ledger: Ledger,
+        *,
+        state: Callable[[], str],
+        claim_now: Callable[[], None],
+    ) -> None:
+        self._config = config = core.config
+        self._registry = core.registry
+        self._loop = core.loop
+        self._publisher = core.publisher
+        self._metrics = core.metrics
+        self._trouble = Trouble(core.outage)
+        self._control = control
+        self._heartbeat = heartbeat
+        self._ledger = ledger
+        self._state = state
+        self._claim_now = claim_now
+        self._stopping = threading.Event()
+        self._started = threading.Event()
+        self._renew_at_s = self._beat_at_s = 0.0
+        self._reap_at_s = time.monotonic() + config.lease_s
+        self._since_s = time.monotonic()
+        self._rate = Rate()
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def await_start(self, timeout_s: float) -> bool:
+        """Wait until orders are read and the heartbeat beats; only then may requests be fetched."""
+        return self._started.wait(timeout_s)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def beat_soon(self) -> None:
+        """The worker's state has changed."""
+        self._beat_at_s = 0.0
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._end_expired()
+            if not self._trouble.ready:
+                self._stopping.wait(min(self._trouble.pause_s, SLICE_S))
+                continue
+            try:
+                self._round()
+            except TROUBLE as error:
+                self._trouble.hit(error)
+            else:
+                self._trouble.over()
+
+    def _round(self) -> None:
+        self._control.start()
+        now_s = time.monotonic()
+        if now_s >= self._renew_at_s:
+            self._renew()
+            self._renew_at_s = now_s + self._config.lease_s / 3
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + min(MAX_BEAT_S, self._config.lease_s / 3)
+            self._heartbeat.beat(self._fields())
+            self._started.set()
+        if now_s >= self._reap_at_s:
+            self._reap_at_s = now_s + self._config.lease_s
+            self._reap()
+        for order in self._control.read(int(self._slice_s() * 1000)):
+            self._obey(order)
+
+    def _slice_s(self) -> float:
+        now_s = time.monotonic()
+        due_s = min(self._renew_at_s, self._beat_at_s, self._reap_at_s, self._registry.next_deadline_s())
+        return min(SLICE_S, max(0.001, due_s - now_s))
+
+    def _obey(self, order: Order) -> None:
+        active = self._registry.get(order.request_id)
+        if order.op == "cancel" and active is not None:
+            self._publisher.end(active, Cancelled("cancelled while it ran"))
+        elif order.op == "stream" and active is not None:
+            active.streamed = True
+            self._publisher.look()
+        elif order.op == "claim" and order.worker != self._config.name:
+            self._claim_now()
+
+    def _end_expired(self) -> None:
+        for active in self._registry.expired(time.monotonic()):
+            self._publisher.end(active, DeadlineExceeded("the deadline passed while it ran"))
+
+    def _renew(self) -> None:
+        held = self._registry.all()
+        if not held or self._loop.stalled:
+            return
+        lost = {id(delivery) for delivery in self._ledger.renew([active.delivery for active in held])}
+        self._metrics.lease_renewed(len(held) - len(lost))
+        for active in held:
+            if id(active.delivery) in lost:
+                self._publisher.put(Lost(active))
+
+    def _reap(self) -> None:
+        removed = self._ledger.reap(self._heartbeat.others_without_work())
+        if removed:
+            log.info("dead consumers removed", count=removed)
+
+    def _fields(self) -> dict[str, str | int | float]:
+        stats, now_s = self._loop.stats, time.monotonic()
+        engine = self._loop.engine if self._loop.ready else None
+        return {
+            "state": self._state(),
+            "model": engine.model_name if engine is not None else "",
+            "device": engine.device_name if engine is not None else "",
+            "dtype": engine.dtype_name if engine is not None else "",
+            "batch_size": stats.running_realtime + stats.running_batch,
+            "waiting": stats.waiting_realtime + stats.waiting_batch,
+            "held": len(self._registry),
+            "free_blocks": stats.free_blocks,
+            "cached_blocks": stats.cached_blocks,
+            "total_blocks": stats.total_blocks,
+            "tokens_per_s": round(self._rate(self._loop.num_tokens, now_s), 1),
+            "requests_done": self._publisher.requests_done,
+            "uptime_s": round(now_s - self._since_s, 1),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "lease_s": self._config.lease_s,
+            "version": __version__,
+        }
+
+
+class Rate:
+    """How fast a count grows, a second, over about the last five seconds."""
+
+    def __init__(self, window_s: float = 5.0) -> None:
+        self._window_s = window_s
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def __call__(self, count: int, now_s: float) -> float:
+        self._samples.append((now_s, count))
+        while len(self._samples) > 2 and self._samples[1][0] <= now_s - self._window_s:
+            self._samples.popleft()
+        then_s, before = self._samples[0]
+        seconds = now_s - then_s
+        return (count - before) / seconds if seconds > 0 else 0.0

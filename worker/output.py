@@ -1,0 +1,289 @@
+"""The thread between the engine and the callers: tokens become text, frames and final replies.
+
+It never holds the engine up: outputs pile up in its inbox, and each round takes all that piled up since the last one, as one
+frame a request. What Redis does not take now is kept and sent again until it stands there or is no longer ours.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from producer.errors import HeadraceError, error_from_code
+from producer.wire import FinishReason, Result
+from worker.config import WorkerConfig
+from worker.ending import log_end, result_of, sample_of
+from worker.engine.request import StepOutput
+from worker.engine_loop import EngineLoop, Refusal
+from worker.metrics import WorkerMetrics
+from worker.registry import ActiveRequest, Registry
+from worker.stream.delivery import Settlement, TokensFrame
+from worker.stream.ledger import Ledger, Outcome
+from worker.stream.trouble import TROUBLE, Outage, Trouble
+
+ROUND_SETTLEMENTS = 64  # final replies in one round trip
+IDLE_S = 1.0
+HAND_BACK_S = 5.0  # how long a worker that ends tries to hand back; after that its leases lapse
+
+log = structlog.get_logger("headrace.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request is to end now, with `ActiveRequest.end`, whatever it has generated."""
+
+    active: ActiveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A request belongs to another worker now."""
+
+    active: ActiveRequest
+
+
+Event = list[StepOutput] | Refusal | Ended | Lost
+
+
+class Publisher:
+    """Owns the outputs of all running requests; `put` may be called from any thread."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        ledger: Ledger,
+        registry: Registry,
+        loop: EngineLoop,
+        outage: Outage,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.requests_done = 0
+        self._config = config
+        self._ledger = ledger
+        self._registry = registry
+        self._trouble = Trouble(outage)
+        self._metrics = metrics
+        self._loop = loop
+        self._arrived = threading.Condition()
+        self._events: list[Event] = []
+        self._ending: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
+        self._unpublished: dict[ActiveRequest, None] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, event: Event) -> None:
+        with self._arrived:
+            self._events.append(event)
+            self._arrived.notify()
+
+    def end(self, active: ActiveRequest, error: HeadraceError) -> None:
+        """Have a request end now, with what it has generated so far as partial output of ``error``."""
+        with self._registry.lock:
+            if active.end is not None:
+                return
+            active.end = error
+        self.put(Ended(active))
+
+    def look(self) -> None:
+        """Something has changed that may make a frame due."""
+        self.put([])
+
+    def hand_back(self, *, crashed: bool) -> None:
+        """Write what can be written, hand all other requests back, and end the thread. The engine has ended before."""
+        with self._arrived:
+            self._stopping = True
+            self._arrived.notify()
+        self._thread.join()
+        deadline_s = time.monotonic() + HAND_BACK_S
+        while not self._handed_back(crashed) and time.monotonic() < deadline_s:
+            time.sleep(min(self._trouble.pause_s, 0.2))
+
+    def _run(self) -> None:
+        while self._round():
+            pass
+
+    def _round(self) -> bool:
+        with self._arrived:
+            if not (self._events or self._stopping):
+                self._arrived.wait(self._wait_s())
+            events, self._events = self._events, []
+            last = self._stopping
+        for event in events:
+            self._absorb(event)
+        if self._trouble.ready:
+            self._write(self._frames(everything=False))
+        return not last
+
+    def _wait_s(self) -> float:
+        if not (self._ending or self._unpublished):
+            return IDLE_S
+        if not self._trouble.ready:
+            return self._trouble.pause_s
+        return 0.0 if self._ending else min((self._due_in_s(active) for active in self._unpublished), default=IDLE_S)
+
+    # What came in
+
+    def _absorb(self, event: Event) -> None:
+        if isinstance(event, Refusal):
+            active = self._registry.of(event.request)
+            if active is not None:
+                self._conclude(active, event.error)
+        elif isinstance(event, Ended):
+            assert event.active.end is not None, "ended for a reason"
+            if event.active.request is not None and event.active.outcome is None:
+                self._loop.abort(event.active.id)
+            self._conclude(event.active, event.active.end)
+        elif isinstance(event, Lost):
+            self._lose(event.active)
+        else:
+            now_s = time.monotonic()
+            for output in event:
+                active = self._registry.of(output.request)
+                if active is not None and active.outcome is None:
+                    self._take(active, output, now_s)
+
+    def _take(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
+        transcript = active.transcript
+        assert transcript is not None, "it is in the engine"
+        self._time(active, len(output.token_ids), now_s)
+        stopped_by = transcript.push(output.token_ids, output.logprobs, finished=output.finished) if output.token_ids else None
+        if output.error_code is not None:
+            self._conclude(active, error_from_code(output.error_code, output.error_message))
+        elif stopped_by is not None:
+            if not output.finished:
+                self._loop.abort(active.id)
+            self._conclude(active, self._result(active, "stop", stopped_by))
+        elif output.finish_reason is not None:
+            self._conclude(active, self._result(active, output.finish_reason, output.stop_reason))
+        else:
+            self._unpublished[active] = None
+
+    def _time(self, active: ActiveRequest, num_tokens: int, now_s: float) -> None:
+        if not num_tokens:
+            return
+        self._metrics.tokens(active.delivery.tier, generation=num_tokens)
+        if active.last_token_s is None:
+            active.first_token_s = now_s
+            if active.start is not None:
+                self._metrics.first_token(active.delivery.tier, active.start.since_enqueued_ms(now_s) / 1000)
+        else:
+            self._metrics.inter_token(active.delivery.tier, now_s - active.last_token_s, num_tokens)
+        active.last_token_s = now_s
+
+    def _conclude(self, active: ActiveRequest, outcome: Result | HeadraceError) -> None:
+        if active.outcome is not None:
+            return
+        if isinstance(outcome, HeadraceError):
+            outcome.request_id = active.id
+            if active.transcript is not None:
+                outcome.partial_text = active.transcript.text
+                outcome.partial_token_ids = list(active.transcript.token_ids)
+        active.outcome = outcome
+        self._unpublished.pop(active, None)
+        self._ending[active] = None
+
+    def _result(self, active: ActiveRequest, finish_reason: FinishReason, stop_reason: str | int | None) -> Result:
+        return result_of(active, finish_reason, stop_reason, worker=self._config.name, model=self._loop.engine.model_name)
+
+    # What goes out
+
+    def _due_in_s(self, active: ActiveRequest) -> float:
+        assert active.transcript is not None, "it has tokens"
+        if active.streamed or active.transcript.num_unpublished >= self._config.checkpoint_tokens:
+            return 0.0
+        return max(0.0, active.published_s + self._config.checkpoint_s - time.monotonic())
+
+    def _frames(self, *, everything: bool) -> list[tuple[ActiveRequest, TokensFrame]]:
+        due = [active for active in self._unpublished if everything or self._due_in_s(active) == 0.0]
+        return [(active, _frame(active)) for active in due]
+
+    def _write(self, frames: list[tuple[ActiveRequest, TokensFrame]]) -> bool:
+        ending = list(self._ending)[:ROUND_SETTLEMENTS]
+        if not (frames or ending):
+            return True
+        started_s = time.monotonic()
+        try:
+            positions, settled = self._ledger.write([frame for _, frame in frames], [_settlement(active) for active in ending])
+        except TROUBLE as error:
+            self._trouble.hit(error)
+            return False
+        self._trouble.over()
+        self._metrics.redis_round_trip(time.monotonic() - started_s)
+        for (active, _), position in zip(frames, positions, strict=True):
+            self._published(active, position)
+        for active, result in zip(ending, settled, strict=True):
+            self._settled(active, result.outcome, result.published)
+        return True
+
+    def _published(self, active: ActiveRequest, position: int | None) -> None:
+        transcript = active.transcript
+        assert transcript is not None, "it was published"
+        if position is None:
+            self._lose(active)
+            return
+        transcript.stands_published(position)
+        active.published_s = time.monotonic()
+        if not transcript.num_unpublished:
+            self._unpublished.pop(active, None)
+
+    def _settled(self, active: ActiveRequest, outcome: Outcome, published: int) -> None:
+        if outcome == "behind":
+            assert active.transcript is not None, "it had a tail"
+            active.transcript.stands_published(published)
+            return
+        del self._ending[active]
+        self._registry.drop(active)
+        if outcome == "lost":
+            self._metrics.lease_lost()
+        elif outcome == "written":
+            self.requests_done += 1
+            self._metrics.request_finished(sample_of(active))
+        log_end(active, outcome)
+
+    def _lose(self, active: ActiveRequest) -> None:
+        """Another worker has it, or answered it: stop, and say nothing."""
+        self._unpublished.pop(active, None)
+        if not self._registry.knows(active.delivery.tier, active.delivery.entry.id) or active in self._ending:
+            return
+        self._registry.drop(active)
+        self._loop.abort(active.id)
+        self._metrics.lease_lost()
+        log_end(active, "lost")
+
+    def _handed_back(self, crashed: bool) -> bool:
+        """One attempt at writing everything and handing back the rest; the thread has ended."""
+        while self._ending or self._unpublished:
+            if not self._write(self._frames(everything=True)):
+                return False
+        held = [active for active in self._registry.all() if active.outcome is None]
+        try:
+            count = self._ledger.release([active.delivery for active in held], crashed=crashed)
+        except TROUBLE as error:
+            self._trouble.hit(error)
+            return False
+        self._trouble.over()
+        for active in held:
+            self._registry.drop(active)
+        if held:
+            log.info("handed back", requests=count, crashed=crashed)
+        return True
+
+
+def _frame(active: ActiveRequest) -> TokensFrame:
+    assert active.transcript is not None, "it has tokens"
+    return active.delivery.publish(active.transcript.unpublished())
+
+
+def _settlement(active: ActiveRequest) -> Settlement:
+    outcome, transcript = active.outcome, active.transcript
+    assert outcome is not None, "it has ended"
+    if isinstance(outcome, HeadraceError):
+        return active.delivery.fail(outcome)
+    tail = _frame(active) if active.streamed and transcript is not None and transcript.num_unpublished else None
+    return active.delivery.finish(outcome, tail)

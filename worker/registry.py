@@ -1,0 +1,167 @@
+"""The requests that a worker holds, from their delivery to their final reply."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from producer.errors import HeadraceError
+from producer.keys import Tier
+from producer.wire import Result
+from worker.engine.request import Request
+from worker.stream.delivery import Delivery
+from worker.stream.ledger import Begun
+from worker.transcript import Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """When a delivery was begun, on both clocks; other instants of its life are told from this one.
+
+    Attributes:
+        enqueued_ms, begun_ms: Redis time.
+        begun_s: the same instant as ``begun_ms``, monotonic.
+    """
+
+    enqueued_ms: int
+    begun_ms: int
+    begun_s: float
+
+    @classmethod
+    def of(cls, begun: Begun, now_s: float) -> Start:
+        return cls(begun.enqueued_ms, begun.now_ms, now_s)
+
+    def since_enqueued_ms(self, at_s: float) -> float:
+        """Milliseconds from enqueueing to the monotonic instant ``at_s``; never negative, clocks being what they are."""
+        return max(0.0, round(self.begun_ms - self.enqueued_ms + (at_s - self.begun_s) * 1000, 3))
+
+    def monotonic_s(self, redis_ms: int) -> float:
+        """The monotonic instant of a Redis time."""
+        return self.begun_s + (redis_ms - self.begun_ms) / 1000
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """One request that this worker holds.
+
+    The fetching thread makes it and gives it to the engine (`request`, `transcript`); from then on the publishing thread owns
+    it, but for `end`, `streamed` and `delivery`, which others set under the registry's lock.
+
+    Attributes:
+        request: the engine's; None until it is given to the engine.
+        streamed: somebody reads along, so every step is published.
+        end: why it is to end before its time.
+        outcome: how it ended, to be written.
+        deadline_s: monotonic.
+    """
+
+    delivery: Delivery
+    request: Request | None = None
+    transcript: Transcript | None = None
+    start: Start | None = None
+    source: str = ""
+    streamed: bool = False
+    end: HeadraceError | None = None
+    outcome: Result | HeadraceError | None = None
+    deadline_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    published_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def id(self) -> str:
+        return self.delivery.request_id
+
+
+class Registry:
+    """All `ActiveRequest`s, by entry and by id; every method may be called from any thread.
+
+    A request is entered before the ledger begins it, so that an order to cancel it, which may arrive at any moment after that,
+    always finds it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._by_entry: dict[tuple[Tier, str], ActiveRequest] = {}
+        self._by_id: dict[str, ActiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_entry)
+
+    def knows(self, tier: Tier, entry_id: str) -> bool:
+        with self.lock:
+            return (tier, entry_id) in self._by_entry
+
+    def enter(self, delivery: Delivery) -> ActiveRequest:
+        active = ActiveRequest(delivery)
+        with self.lock:
+            self._by_entry[delivery.tier, delivery.entry.id] = active
+            self._by_id.setdefault(active.id, active)
+        return active
+
+    def get(self, request_id: str) -> ActiveRequest | None:
+        """The one of this id; of several, the one that runs."""
+        return self._by_id.get(request_id)
+
+    def of(self, request: Request) -> ActiveRequest | None:
+        """The one that the engine knows as ``request``; None where the worker has dropped it meanwhile."""
+        active = self._by_id.get(request.id)
+        return active if active is not None and active.request is request else None
+
+    def drop(self, active: ActiveRequest) -> None:
+        """Forget it: it has its final reply, or belongs to another worker now."""
+        with self._changed:
+            self._by_entry.pop((active.delivery.tier, active.delivery.entry.id), None)
+            if self._by_id.get(active.id) is active:
+                del self._by_id[active.id]
+            self._changed.notify_all()
+
+    def activate(self, active: ActiveRequest, request: Request, transcript: Transcript) -> bool:
+        """It goes to the engine now, as ``request``; False where an order to end it came first."""
+        with self.lock:
+            if active.end is not None:
+                return False
+            active.request, active.transcript = request, transcript
+            self._by_id[active.id] = active
+            return True
+
+    def adopt(self, newcomer: ActiveRequest) -> bool:
+        """Have the running request of the same id go on under ``newcomer``'s delivery; False where there is none to do so.
+
+        That is what happens when Redis lost its data and the caller put its request again: the entry is new, and what was
+        generated for the old one is not lost.
+        """
+        with self.lock:
+            elder = self._by_id.get(newcomer.id)
+            if elder is None or elder is newcomer or elder.request is None or elder.outcome is not None:
+                return False
+            self._by_entry.pop((elder.delivery.tier, elder.delivery.entry.id), None)
+            elder.delivery = newcomer.delivery
+            self._by_entry[newcomer.delivery.tier, newcomer.delivery.entry.id] = elder
+            return True
+
+    def all(self) -> list[ActiveRequest]:
+        with self.lock:
+            return list(self._by_entry.values())
+
+    def expired(self, now_s: float) -> Iterable[ActiveRequest]:
+        """Those whose deadline has passed and that nothing has ended yet."""
+        return [
+            active
+            for active in self.all()
+            if active.deadline_s is not None and active.deadline_s <= now_s and active.end is None and active.outcome is None
+        ]
+
+    def next_deadline_s(self) -> float:
+        """Monotonic; infinite where there is none."""
+        return min(
+            (active.deadline_s for active in self.all() if active.deadline_s is not None and active.end is None), default=float("inf")
+        )
+
+    def await_change(self, timeout_s: float) -> None:
+        """Wait until one is dropped."""
+        with self._changed:
+            self._changed.wait(timeout_s)

@@ -1,0 +1,95 @@
+"""One delivered request, as a unit of work: it knows how it may end, and `ledger` is what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from producer.codec import encode_body, encode_chunk, encode_error, encode_result, encoding_of, request_id_of
+from producer.errors import Cancelled, HeadraceError, Poisoned
+from producer.keys import Tier
+from producer.wire import Chunk, Encoding, Result
+from worker.stream.consumer import Entry
+
+Status = Literal["done", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokensFrame:
+    """Tokens ``first .. after-1`` of one request's output, encoded."""
+
+    delivery: Delivery
+    first: int
+    after: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How a delivery ends: its final frame, and what goes with it.
+
+    Attributes:
+        tail: the last tokens' frame of a request that somebody streams, written with the final one.
+        dead_letter: the reason, where the request is put among the dead letters as well.
+    """
+
+    delivery: Delivery
+    type: Literal["final", "error"]
+    body: bytes
+    status: Status
+    code: str = ""
+    tail: TokensFrame | None = None
+    dead_letter: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """An entry that this consumer was given.
+
+    An entry without a usable id is answered under the entry's own, which is what its XADD returned.
+
+    Attributes:
+        attempt: which delivery this is, from 1; 0 until the ledger has begun it.
+        count: what the group's delivery count has to be while it is held: ``attempt``, and one less while it only waits
+            to be run alone, so that a crash which it cannot have caused is not held against it; 0 until it is begun.
+    """
+
+    entry: Entry
+    request_id: str = field(init=False)
+    encoding: Encoding = field(init=False)
+    attempt: int = 0
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.request_id = request_id_of(self.fields) or self.entry.id
+        self.encoding = encoding_of(self.fields)
+
+    @property
+    def tier(self) -> Tier:
+        return self.entry.tier
+
+    @property
+    def fields(self) -> Mapping[bytes, bytes]:
+        return self.entry.fields
+
+    @property
+    def deadline_ms(self) -> int | None:
+        """Absolute, Redis time; None where there is none, or none that can be read (decoding will refuse that)."""
+        raw = self.fields.get(b"deadline_ms", b"")
+        return int(raw) if raw.isdigit() and len(raw) <= 16 else None
+
+    def publish(self, chunk: Chunk) -> TokensFrame:
+        """A frame of tokens that continues what was published."""
+        body = encode_body(encode_chunk(chunk), self.encoding)
+        return TokensFrame(self, chunk.index, chunk.index + len(chunk.token_ids), body)
+
+    def finish(self, result: Result, tail: TokensFrame | None = None) -> Settlement:
+        """It succeeded."""
+        return Settlement(self, "final", encode_body(encode_result(result), self.encoding), "done", tail=tail)
+
+    def fail(self, error: HeadraceError) -> Settlement:
+        """It failed, or was cancelled; one that was given up goes to the dead letters."""
+        body = encode_body(encode_error(error), self.encoding)
+        status: Status = "cancelled" if isinstance(error, Cancelled) else "failed"
+        return Settlement(self, "error", body, status, error.code, dead_letter=error.message if isinstance(error, Poisoned) else "")

@@ -1,0 +1,67 @@
+"""What a worker tells of itself, and what it sees of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+
+from producer.keys import GROUP, TIERS, Keys, Tier
+
+
+class Heartbeat:
+    """One worker's hash of plain fields; it expires when the worker stops writing it.
+
+    Args:
+        ttl_s: lifetime without a further beat.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, name: str, ttl_s: float) -> None:
+        self._client = client
+        self._keys = keys
+        self._name = name
+        self._ttl_ms = int(ttl_s * 1000)
+        self._started_ms: int | None = None
+
+    def beat(self, fields: Mapping[str, Any]) -> None:
+        """Write ``fields``, and beside them ``started_ms``, the Redis time of the first beat."""
+        if self._started_ms is None:
+            seconds, microseconds = self._client.time()
+            self._started_ms = seconds * 1000 + microseconds // 1000
+        key = self._keys.worker(self._name)
+        with self._client.pipeline(transaction=True) as pipeline:
+            pipeline.hset(key, mapping=dict[Any, Any](fields) | {"started_ms": self._started_ms})
+            pipeline.pexpire(key, self._ttl_ms)
+            pipeline.execute()
+
+    def stop(self) -> None:
+        """The worker ends in order."""
+        self._client.delete(self._keys.worker(self._name))
+
+    def others_without_work(self) -> set[str]:
+        """Consumers of the group, apart from this one, that have nothing pending on one of the streams."""
+        names = set()
+        for tier in TIERS:
+            for consumer in self._consumers(tier):
+                name = consumer["name"].decode(errors="replace")
+                if consumer["pending"] == 0 and name != self._name:
+                    names.add(name)
+        return names
+
+    def _consumers(self, tier: Tier) -> list[dict[str, Any]]:
+        try:
+            return list(self._client.xinfo_consumers(self._keys.stream(tier), GROUP))
+        except ResponseError as error:
+            if str(error).startswith(("NOGROUP", "no such key")):  # whoever reads the streams makes them anew
+                return []
+            raise
+
+
+def eviction_policy(client: redis.Redis) -> str:
+    """The server's ``maxmemory-policy``, or '' where it does not say."""
+    try:
+        return str(client.info("memory").get("maxmemory_policy", ""))
+    except ResponseError:  # INFO may be closed to us
+        return ""

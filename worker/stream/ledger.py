@@ -1,0 +1,176 @@
+"""Who owns what: the one module that begins, publishes, renews, answers, acknowledges and hands back.
+
+Every call is a script that first checks that this consumer still owns the entry (fencing), so a worker that was stopped,
+cut off or taken for dead can do no harm when it comes back. Every call may be repeated: where a reply was lost on its way
+the caller simply calls again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import redis
+
+from producer.codec import decode_chunk, decode_frame
+from producer.errors import InternalError
+from producer.keys import GROUP, TIERS, Keys
+from producer.scripts import Argument
+from producer.wire import Chunk
+from worker.stream.delivery import Delivery, Settlement, TokensFrame
+from worker.stream.scripts import Call, load, run
+
+ALONE_FROM_ATTEMPT = 3  # two workers that held it died
+CONTROL_LENGTH = 10_000
+_LOST, _SETTLED = -1, -2
+
+Verdict = Literal["run", "suspect", "cancelled", "expired", "poisoned", "settled", "duplicate", "lost"]
+Outcome = Literal["written", "settled", "lost", "behind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the ledger says of a delivery.
+
+    Attributes:
+        verdict: ``run`` it; it is a ``suspect``, to be run alone; it was ``cancelled``, is ``expired`` or ``poisoned`` and is
+            still to be answered; or drop it: it is ``settled`` or a ``duplicate`` (both are off the queue now), or ``lost``.
+        now_ms: Redis time.
+        published: number of output tokens that earlier deliveries published.
+    """
+
+    verdict: Verdict
+    now_ms: int
+    streamed: bool
+    published: int
+    enqueued_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a settlement. ``behind``: the tail does not continue the ``published`` tokens; send it anew."""
+
+    outcome: Outcome
+    published: int
+
+
+class Ledger:
+    """One consumer's ledger; each thread uses one of its own.
+
+    Args:
+        running_ttl_s: lifetime of an unfinished reply since its last frame, so that one which nobody will finish goes away.
+    """
+
+    def __init__(
+        self, client: redis.Redis, keys: Keys, consumer: str, *, max_attempts: int, reply_ttl_s: float, state_ttl_s: float
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._consumer = consumer
+        self._max_attempts = max_attempts
+        self._reply_ttl_ms = int(reply_ttl_s * 1000)
+        self._state_ttl_ms = int(state_ttl_s * 1000)
+        self._streams = [keys.stream(tier) for tier in TIERS]
+
+    def begin(self, deliveries: Sequence[Delivery], *, alone: bool = False) -> list[Begun]:
+        """Ask whether to run each of ``deliveries``; sets ``attempt`` and ``count``.
+
+        Args:
+            alone: these are suspects whose turn to run alone has come.
+        """
+        begun = []
+        for delivery, reply in zip(deliveries, run(self._client, [self._begin(item, alone) for item in deliveries]), strict=True):
+            verdict, attempt, now_ms, streamed, published, enqueued_ms = reply
+            begun.append(Begun(cast("Verdict", verdict.decode()), now_ms, bool(streamed), published, enqueued_ms))
+            delivery.attempt = attempt
+            delivery.count = attempt
+        return begun
+
+    def published(self, delivery: Delivery) -> list[Chunk]:
+        """The token frames of earlier deliveries that follow one another without a gap."""
+        chunks: list[Chunk] = []
+        after = 0
+        entries: Any = self._client.xrange(self._keys.reply(delivery.request_id))
+        for _, entry in entries:
+            try:
+                frame = decode_frame(entry)
+                if frame.type != "tokens":
+                    break
+                chunk = decode_chunk(frame)
+            except InternalError:
+                break
+            if chunk.index != after:
+                break
+            after += len(chunk.token_ids)
+            chunks.append(chunk)
+        return chunks
+
+    def write(self, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> tuple[list[int | None], list[Settled]]:
+        """Publish ``frames`` and end ``settlements`` in one round trip.
+
+        Returns:
+            For each frame the number of tokens that stand published now (its own end, or where to go on from), None where
+            the delivery is no longer ours to run; and what became of each settlement.
+        """
+        calls = ([self._publish(frames)] if frames else []) + [self._finish(settlement) for settlement in settlements]
+        replies = run(self._client, calls) if calls else []
+        positions = [None if n in (_LOST, _SETTLED) else n for n in replies.pop(0)] if frames else []
+        return positions, [Settled(cast("Outcome", outcome.decode()), published) for outcome, published in replies]
+
+    def renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Renew the leases of ``deliveries``; returns those that are lost."""
+        if not deliveries:
+            return []
+        args = [part for item in deliveries for part in (*self._where(item), item.count or "")]
+        (kept,) = run(self._client, [(load("renew"), self._streams, [GROUP, self._consumer, *args])])
+        return [delivery for delivery, keeps in zip(deliveries, kept, strict=True) if not keeps]
+
+    def release(self, deliveries: Sequence[Delivery], *, crashed: bool = False) -> int:
+        """Hand ``deliveries`` back, claimable at once, and tell the other workers; returns how many were still ours.
+
+        Args:
+            crashed: this counts as an attempt of those that were running.
+        """
+        if not deliveries:
+            return 0
+        args: list[Argument] = [GROUP, self._consumer, CONTROL_LENGTH]
+        for item in deliveries:
+            before = item.attempt - 1 if item.attempt else ""
+            args += [*self._where(item), item.count if crashed and item.count else before]
+        states = [self._keys.state(item.request_id) for item in deliveries]
+        (count,) = run(self._client, [(load("release"), [*self._streams, self._keys.control, *states], args)])
+        return int(count)
+
+    def reap(self, names: Iterable[str]) -> int:
+        """Remove the consumers called ``names`` that have neither a heartbeat nor anything pending; returns how many there were."""
+        return sum(run(self._client, [(load("reap"), [self._keys.worker(name), *self._streams], [GROUP, name]) for name in names]))
+
+    def _where(self, delivery: Delivery) -> tuple[int, str]:
+        return TIERS.index(delivery.tier) + 1, delivery.entry.id
+
+    def _reply_and_state(self, delivery: Delivery) -> tuple[str, str]:
+        return self._keys.reply(delivery.request_id), self._keys.state(delivery.request_id)
+
+    def _begin(self, delivery: Delivery, alone: bool) -> Call:
+        (other,) = (self._keys.stream(tier) for tier in TIERS if tier != delivery.tier)
+        deadline = "" if delivery.deadline_ms is None else delivery.deadline_ms
+        args = [GROUP, self._consumer, delivery.entry.id, delivery.tier, deadline, delivery.encoding]
+        args += [self._max_attempts, ALONE_FROM_ATTEMPT, delivery.attempt if alone else ""]
+        return load("begin"), [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), other], args
+
+    def _publish(self, frames: Sequence[TokensFrame]) -> Call:
+        args: list[Argument] = [GROUP, self._consumer, self._state_ttl_ms]
+        for frame in frames:
+            delivery = frame.delivery
+            args += [*self._where(delivery), delivery.attempt, frame.first, frame.after, delivery.encoding, frame.body]
+        keys = [key for frame in frames for key in self._reply_and_state(frame.delivery)]
+        return load("publish"), [*self._streams, *keys], args
+
+    def _finish(self, settlement: Settlement) -> Call:
+        delivery, tail = settlement.delivery, settlement.tail
+        args: list[Argument] = [GROUP, self._consumer, delivery.entry.id, delivery.tier, max(1, delivery.attempt), delivery.encoding]
+        args += [settlement.type, settlement.body, settlement.status, settlement.code, self._reply_ttl_ms, self._state_ttl_ms]
+        args += [tail.first, tail.after, tail.body] if tail is not None else ["", "", ""]
+        keys = [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), self._keys.dead]
+        return load("finish"), keys, [*args, settlement.dead_letter]

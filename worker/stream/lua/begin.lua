@@ -1,0 +1,55 @@
+#!lua flags=allow-oom
+-- May this worker run the entry it was just given?
+-- KEYS: the tier's stream, reply, state, the other tier's stream
+-- ARGV: group, consumer, entry, tier, deadline_ms or '', encoding, max_attempts, attempts from which it runs alone,
+--       attempt it is given now that it does run alone, or ''
+-- Returns: verdict, attempt, now_ms, 1 if somebody streams it, output tokens published, enqueued_ms
+local stream, reply, state, other = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local group, consumer, entry, tier = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+
+local where, published, attempt = standing(stream, group, consumer, entry, reply, state)
+local now = now_ms()
+local function answer(verdict)
+  local known = redis.call('HMGET', state, 'stream', 'enqueued_ms')
+  return { verdict, attempt, now, known[1] == '1' and 1 or 0, published, tonumber(known[2]) or tonumber(string.match(entry, '^%d+')) }
+end
+if where == 'settled' then
+  take_off(stream, group, entry)
+  return answer('settled')
+elseif where ~= 'own' then
+  return answer('lost')
+end
+
+-- The same id put on the queue twice: the entry that came first stands.
+local first = redis.call('HMGET', state, 'entry', 'tier')
+if first[1] and first[1] ~= entry then
+  local there = redis.pcall('XRANGE', first[2] == tier and stream or other, first[1], first[1])
+  if not there.err and there[1] then
+    take_off(stream, group, entry)
+    return answer('duplicate')
+  end
+end
+
+local ms = string.match(entry, '^%d+')
+redis.call('HSETNX', state, 'enqueued_ms', ms)
+redis.call('HSET', state, 'tier', tier, 'entry', entry, 'encoding', ARGV[6])
+if ARGV[5] ~= '' then
+  redis.call('HSET', state, 'deadline_ms', ARGV[5])
+end
+local order = redis.call('HMGET', state, 'cancel', 'deadline_ms')
+if order[1] and order[1] ~= '0' and order[1] ~= '' then
+  return answer('cancelled')
+end
+if order[2] and (tonumber(order[2]) or now) < now then
+  return answer('expired')
+end
+if ARGV[9] ~= '' then
+  attempt = tonumber(ARGV[9])
+  redis.call('XCLAIM', stream, group, consumer, 0, entry, 'RETRYCOUNT', attempt, 'JUSTID')
+elseif attempt > tonumber(ARGV[7]) then
+  return answer('poisoned')
+elseif attempt >= tonumber(ARGV[8]) then
+  return answer('suspect')
+end
+redis.call('HSET', state, 'status', 'running', 'worker', consumer, 'attempt', attempt, 'started_ms', now)
+return answer('run')

@@ -1,0 +1,52 @@
+"""The worker's Lua scripts, and how several are run in one round trip."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import redis
+from redis.exceptions import NoScriptError
+
+from producer.scripts import Argument, Script
+
+Call = tuple[Script, Sequence[str], Sequence[Argument]]
+
+
+@cache
+def load(name: str) -> Script:
+    """The script ``lua/<name>.lua``, with ``lua/fence.lua`` under its first line (which holds the flags)."""
+    folder = resources.files(__package__).joinpath("lua")
+    flags, _, body = folder.joinpath(f"{name}.lua").read_text(encoding="utf-8").partition("\n")
+    fence = folder.joinpath("fence.lua").read_text(encoding="utf-8")
+    source = f"{flags}\n{fence}\n{body}"
+    return Script(name, source, hashlib.sha1(source.encode()).hexdigest())  # noqa: S324 - Redis names scripts so
+
+
+def run(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
+    """Run ``calls`` in order in one round trip, and give each one's reply.
+
+    All our scripts may be run twice with the same effect, so where the server has forgotten one, all are sent again.
+
+    Raises:
+        redis.RedisError: the first that any of them met; those after it were run all the same.
+    """
+    replies = _send(client, calls)
+    if any(isinstance(reply, NoScriptError) for reply in replies):
+        for script in {script.name: script for script, _, _ in calls}.values():
+            client.execute_command(*script.load_command)
+        replies = _send(client, calls)
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+def _send(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
+    with client.pipeline(transaction=False) as pipeline:
+        for script, keys, args in calls:
+            pipeline.execute_command(*script.command(keys, args))
+        return pipeline.execute(raise_on_error=False)

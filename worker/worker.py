@@ -1,0 +1,165 @@
+"""Joins the two halves: requests come in from Redis, the engine runs them, replies go back.
+
+Four threads, each with a connection of its own and each the owner of what it works on:
+
+    intake      streams -> registry -> engine       (worker/intake.py)
+    engine      batch, KV cache, device             (worker/engine_loop.py)
+    publisher   tokens -> text -> frames, replies   (worker/output.py)
+    keeper      orders, leases, deadlines, beat     (worker/keeper.py)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from producer.connection import connect, redact
+from producer.keys import Keys
+from worker.config import WorkerConfig
+from worker.core import Core
+from worker.engine_api import EngineLike
+from worker.engine_loop import EngineLoop
+from worker.intake import Intake
+from worker.keeper import Keeper
+from worker.metrics import WorkerMetrics
+from worker.output import Publisher
+from worker.registry import Registry
+from worker.stream.consumer import Consumer
+from worker.stream.control import Control
+from worker.stream.heartbeat import Heartbeat, eviction_policy
+from worker.stream.ledger import Ledger
+from worker.stream.trouble import TROUBLE, Outage
+
+ENGINE_STOP_S = 5.0  # how long the step that runs may take at the end, before the requests are handed back without it
+BEATS_MISSED = 3
+
+log = structlog.get_logger("headrace.worker")
+
+
+class Worker:
+    """One worker: serves one queue with one engine until it is told to stop.
+
+    Args:
+        load_engine: makes the engine. Called in the engine's own thread, while the heartbeat already says ``starting``.
+
+    Example::
+
+        worker = Worker(WorkerConfig(queue="default"), lambda: Engine(EngineConfig(model="demo")))
+        signal.signal(signal.SIGTERM, lambda *_: worker.request_stop())
+        sys.exit(worker.run())
+    """
+
+    def __init__(self, config: WorkerConfig, load_engine: Callable[[], EngineLike], metrics: WorkerMetrics | None = None) -> None:
+        self.config = config
+        self.registry = Registry()
+        self.loop = EngineLoop(load_engine, stall_s=config.lease_s, on_end=self._wake)
+        self._keys = Keys(config.queue)
+        self._client = connect(config.redis_url, socket_timeout=config.socket_timeout_s, socket_connect_timeout=config.socket_timeout_s)
+        self._stops_asked = 0
+        self._changed = threading.Event()
+        outage = Outage()
+        self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
+        self._publisher = Publisher(config, self._ledger(), self.registry, self.loop, outage, self._metrics)
+        core = Core(config, self.registry, self.loop, self._publisher, outage, self._metrics)
+        self._intake = Intake(core, Consumer(self._client, self._keys, config.name, config.lease_s), self._ledger())
+        self._heartbeat = Heartbeat(self._client, self._keys, config.name, BEATS_MISSED * max(1.0, config.lease_s / 3))
+        control = Control(self._client, self._keys)
+        self._keeper = Keeper(core, control, self._heartbeat, self._ledger(), state=lambda: self.state, claim_now=self._intake.claim_now)
+
+    @property
+    def state(self) -> str:
+        """``starting``, ``running``, ``draining``, ``wedged`` or ``failed``."""
+        if self.loop.failure is not None:
+            return "failed"
+        if self._stops_asked:
+            return "draining"
+        if not self.loop.ready:
+            return "starting"
+        return "wedged" if self.loop.stalled else "running"
+
+    def request_stop(self) -> None:
+        """Drain; asked a second time, hand everything back now. May be called from a signal handler."""
+        self._stops_asked += 1
+        self._wake()
+
+    def run(self) -> int:
+        """Serve until told to stop, or until the engine fails.
+
+        Returns:
+            The process's exit code: 0 after a drain, 1 where the engine failed (all requests were handed back).
+        """
+        log.info("worker starting", name=self.config.name, queue=self.config.queue, redis=redact(self.config.redis_url))
+        self._keeper.start()
+        self._publisher.start()
+        self.loop.start(self._publisher.put)
+        self._serve()
+        self._drain()
+        self._end()
+        failure = self.loop.failure
+        log.info("worker ended", requests_done=self._publisher.requests_done, failure=type(failure).__name__ if failure else None)
+        return 0 if failure is None else 1
+
+    def _serve(self) -> None:
+        """Until the first order to stop."""
+        self._await(lambda: self.loop.ready and self._keeper.await_start(0.0))
+        if not self._over():
+            self._warn_of_eviction()
+            engine = self.loop.engine
+            self._metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
+            log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name)
+            self._intake.start()
+        while not self._over():
+            self._changed.wait()
+            self._changed.clear()
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    def _over(self) -> bool:
+        return self._stops_asked > 0 or self.loop.failure is not None
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        while not (condition() or self._over()):
+            time.sleep(0.02)
+
+    def _drain(self) -> None:
+        """Finish what runs, for as long as there is time."""
+        self._keeper.beat_soon()
+        self._intake.stop()
+        deadline_s = time.monotonic() + self.config.drain_s
+        while len(self.registry) and self._stops_asked == 1 and self.loop.failure is None and time.monotonic() < deadline_s:
+            self.registry.await_change(0.1)
+
+    def _end(self) -> None:
+        if not self.loop.stop(ENGINE_STOP_S):
+            log.warning("the engine is in a step and is left behind")
+        self._keeper.stop()  # a lease renewed after it was handed back would be ours again
+        self._publisher.hand_back(crashed=self.loop.failure is not None)
+        try:
+            self._heartbeat.stop()
+            self._ledger().reap([self.config.name])
+        except TROUBLE as error:
+            log.warning("heartbeat left to expire", error=type(error).__name__)
+        self._client.close()
+
+    def _ledger(self) -> Ledger:
+        config = self.config
+        return Ledger(
+            self._client,
+            self._keys,
+            config.name,
+            max_attempts=config.max_attempts,
+            reply_ttl_s=config.reply_ttl_s,
+            state_ttl_s=config.state_ttl_s,
+        )
+
+    def _warn_of_eviction(self) -> None:
+        try:
+            policy = eviction_policy(self._client)
+        except TROUBLE:
+            return
+        if policy not in ("", "noeviction"):
+            log.error("REDIS MAY DROP REQUESTS AND REPLIES: set maxmemory-policy to noeviction", maxmemory_policy=policy)
