@@ -1,0 +1,103 @@
+"""Clients made from URLs, and which errors pass by waiting."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from redis import exceptions as redis_errors
+
+from producer.connection import BLOCK_S, SOCKET_TIMEOUT_S, Backoff, connect, connect_async, is_transient, redact
+
+
+def settings(url: str, **options: Any) -> dict[str, Any]:
+    sync, coroutine = (
+        connect(url, **options).connection_pool.connection_kwargs,
+        connect_async(url, **options).connection_pool.connection_kwargs,
+    )
+    names = ("host", "port", "db", "username", "password", "socket_timeout", "path", "protocol", "decode_responses")
+    assert [sync.get(name) for name in names] == [coroutine.get(name) for name in names]
+    return dict(sync)
+
+
+def test_time_limits_and_retries_are_explicit() -> None:
+    kwargs = settings("redis://example:6380/3")
+    assert (kwargs["host"], kwargs["port"], kwargs["db"]) == ("example", 6380, 3)
+    assert kwargs["socket_timeout"] == SOCKET_TIMEOUT_S > BLOCK_S
+    assert kwargs["socket_connect_timeout"] > 0
+    assert kwargs["socket_keepalive"]
+    assert kwargs["retry"].get_retries() == 0
+
+
+def test_pool_does_not_limit_the_callers() -> None:
+    assert connect("redis://example").connection_pool.max_connections > 100_000
+    assert connect_async("redis://example").connection_pool.max_connections > 100_000
+
+
+def test_url_options_win_but_cannot_change_the_shape_of_replies() -> None:
+    kwargs = settings("redis://example?socket_timeout=33&decode_responses=True&protocol=3", socket_timeout=1.0)
+    assert (kwargs["socket_timeout"], kwargs["decode_responses"], kwargs["protocol"]) == (33.0, False, 2)
+
+
+def test_unix_and_tls_urls_are_understood() -> None:
+    assert settings("unix:///run/redis.sock?db=2")["path"] == "/run/redis.sock"
+    assert "Tls" in connect("rediss://example").connection_pool.connection_class.__name__
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://example",
+        "redis://example?colour=red",
+        "redis://example?socket_timeout=soon",
+        "redis+sentinel://a:1",
+        "redis+sentinel:///service",
+        "redis+sentinel://a:one/service",
+    ],
+)
+def test_malformed_url_is_a_value_error(url: str) -> None:
+    for make in (connect, connect_async):
+        with pytest.raises(ValueError, match=r"."):
+            make(url)
+
+
+def test_sentinel_url_carries_service_database_and_password() -> None:
+    pool = connect("redis+sentinel://user:pa%20ss@a:1,b,[::1]:3/my%2Dservice/4").connection_pool
+    assert pool.service_name == "my-service"
+    assert (pool.connection_kwargs["db"], pool.connection_kwargs["username"], pool.connection_kwargs["password"]) == (4, "user", "pa ss")
+    sentinels = [client.connection_pool.connection_kwargs for client in pool.sentinel_manager.sentinels]
+    assert [(kwargs["host"], kwargs["port"]) for kwargs in sentinels] == [("a", 1), ("b", 26379), ("::1", 3)]
+    assert all("password" not in kwargs or kwargs["password"] is None for kwargs in sentinels)
+
+
+def test_redacted_url_holds_no_secret() -> None:
+    assert redact("redis://user:secret@host:1/0?password=secret") == "redis://host:1/0"
+    assert redact("unix:///run/redis.sock?password=secret") == "unix:///run/redis.sock"
+    assert redact("redis://host/0") == "redis://host/0"
+
+
+@pytest.mark.parametrize("error", [redis_errors.ConnectionError(), redis_errors.TimeoutError(), redis_errors.ReadOnlyError("x")])
+def test_what_passes_is_waited_for(error: Exception) -> None:
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize("error", [redis_errors.AuthenticationError(), redis_errors.NoPermissionError("x"), ValueError(), OSError()])
+def test_what_does_not_pass_is_not_waited_for(error: Exception) -> None:
+    assert not is_transient(error)
+
+
+def test_backoff_starts_small_again_after_the_trouble() -> None:
+    backoff = Backoff(first_s=1.0, cap_s=8.0)
+    assert [0.5 * 2**n <= backoff.next_s() <= 1.0 * 2**n for n in range(4)] == [True] * 4
+    assert all(backoff.next_s() <= 8.0 for _ in range(2000))
+    backoff.reset()
+    assert backoff.next_s() <= 1.0
+
+
+def test_unreachable_server_is_a_redis_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with connect(f"redis://127.0.0.1:{taken.getsockname()[1]}") as client, pytest.raises(redis_errors.ConnectionError):
+            client.ping()
