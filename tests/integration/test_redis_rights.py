@@ -1,0 +1,256 @@
+"""`ops/redis-start.sh`, `redis.conf` and `users.acl` on a real server, with both sides of the queue working under their rights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from producer import Client
+from producer.connection import connect
+from producer.keys import Keys
+from producer.status import read_status
+from tests.responder import Responder, Taken
+from tests.servers import binary, free_port
+
+OPS = Path(__file__).parents[2] / "ops"
+USERS = ("admin", "operator", "producer", "worker", "monitor")
+
+
+class Guarded:
+    """A server started as compose does it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def url(self, user: str) -> str:
+        return f"redis://{user}:{user}-secret@127.0.0.1:{self.port}/0"
+
+    def client(self, user: str) -> redis.Redis:
+        return connect(self.url(user))
+
+    def refusals(self) -> list[tuple[str, str, str]]:
+        """Who was refused what, and why."""
+        with self.client("admin") as admin:
+            return [(entry["username"], entry["object"], entry["reason"]) for entry in admin.acl_log()]
+
+
+@contextmanager
+def started(kind: str, folder: Path, **passwords: str) -> Iterator[Guarded]:
+    path = binary(kind)
+    assert path is not None
+    (folder / "bin").mkdir()
+    (folder / "bin" / "redis-server").symlink_to(path)
+    port = free_port()
+    environment = {
+        **{f"{user.upper()}_PASSWORD": passwords.get(user, f"{user}-secret") for user in USERS},
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "REDIS_ETC": str(OPS),
+        "REDIS_RUN": str(folder),
+    }
+    command = ["sh", OPS / "redis-start.sh", "--port", str(port), "--dir", str(folder)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        await_serving(port, process, folder / "log")
+        yield Guarded(port)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def await_serving(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            connect(f"redis://127.0.0.1:{port}").ping()
+        except redis.AuthenticationError:
+            return
+        except redis.ConnectionError:
+            time.sleep(0.02)
+    raise AssertionError(log.read_text())
+
+
+@pytest.fixture(scope="module")
+def guarded(server_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with started(server_kind, tmp_path_factory.mktemp("guarded")) as running:
+        yield running
+
+
+@pytest.fixture
+def untouched(guarded: Guarded) -> Guarded:
+    """The server, with an empty log of refusals."""
+    with guarded.client("admin") as admin:
+        admin.acl_log_reset()
+    return guarded
+
+
+def test_server_has_the_settings_of_redis_conf(guarded: Guarded) -> None:
+    with guarded.client("admin") as admin:
+        settings = admin.config_get("maxmemory-policy", "appendonly", "appendfsync", "save", "lazyfree-lazy-user-del")
+    assert settings == {
+        "maxmemory-policy": "noeviction",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "lazyfree-lazy-user-del": "yes",
+    }
+
+
+def test_nobody_works_without_a_name_and_no_placeholder_is_left(guarded: Guarded) -> None:
+    with connect(f"redis://127.0.0.1:{guarded.port}") as nobody, pytest.raises(redis.AuthenticationError):
+        nobody.ping()
+    with guarded.client("admin") as admin:
+        assert sorted(admin.acl_users()) == sorted(["default", *USERS])
+
+
+def test_client_does_all_it_can_with_exactly_the_producers_rights(untouched: Guarded, queue: str) -> None:
+    def answer(taken: Taken) -> None:
+        if taken.request.prompt != "never":
+            taken.tokens(*"ok")
+            taken.final("ok")
+
+    worker = Responder(untouched.url("admin"), queue, answer)
+    with worker.running(), Client(untouched.url("producer"), queue=queue) as client:
+        assert client.submit_and_wait("hello", timeout=20).text == "ok"
+        handle = client.submit("hello", stream=True)
+        assert "".join(chunk.text for chunk in handle.stream(timeout=20)) == "ok"
+        assert client.get(handle.id).status() == "done"
+        assert [each.result(timeout=20).text for each in client.submit_many(["a", "b"])] == ["ok", "ok"]
+        endless = client.submit("never")
+        assert endless.cancel() in ("cancelled", "cancelling")
+    assert untouched.refusals() == []
+
+
+def test_durable_submission_works_with_the_producers_rights(untouched: Guarded, server_kind: str, queue: str) -> None:
+    if server_kind == "redis7":
+        pytest.skip("WAITAOF came with Redis 7.2")
+    with Client(untouched.url("producer"), queue=queue) as client:
+        assert client.submit("hello", durable=True).status() == "queued"
+    assert untouched.refusals() == []
+
+
+def test_operator_reads_the_queue_and_cancels(untouched: Guarded, queue: str) -> None:
+    with Client(untouched.url("producer"), queue=queue) as client:
+        request_id = client.submit("hello", tier="batch").id
+    with Client(untouched.url("operator"), queue=queue) as operator:
+        status = read_status(operator.redis, queue)
+        assert {tier.tier: tier.queued for tier in status.tiers} == {"realtime": 0, "batch": 1}
+        assert operator.get(request_id).cancel() == "cancelled"
+    assert untouched.refusals() == []
+
+
+def test_monitor_counts_and_reads_no_text(untouched: Guarded, queue: str) -> None:
+    keys = Keys(queue)
+    with Client(untouched.url("producer"), queue=queue) as client:
+        request_id = client.submit("secret").id
+    with untouched.client("worker") as worker:
+        worker.xgroup_create(keys.stream("realtime"), "workers", id="0")
+    with untouched.client("monitor") as monitor:
+        assert monitor.xlen(keys.stream("realtime")) == 1
+        assert monitor.xinfo_groups(keys.stream("realtime"))[0]["lag"] == 1
+        assert monitor.xpending(keys.stream("realtime"), "workers")["pending"] == 0
+        for command in (
+            ("XRANGE", keys.stream("realtime"), "-", "+"),
+            ("XINFO", "STREAM", keys.stream("realtime")),
+            ("HGETALL", keys.state(request_id)),
+            ("XADD", keys.stream("realtime"), "*", "a", "b"),
+        ):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                monitor.execute_command(*command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("CONFIG", "GET", "*"),
+        ("ACL", "LIST"),
+        ("SET", "headrace:{q}:state:x", "1"),
+        ("SCAN", "0"),
+        ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", "headrace:{q}:realtime", ">"),
+        ("XACK", "headrace:{q}:realtime", "workers", "0-1"),
+        ("XDEL", "headrace:{q}:realtime", "0-1"),
+        ("XRANGE", "headrace:{q}:realtime", "-", "+"),
+        ("XREAD", "STREAMS", "headrace:{q}:dead", "0"),
+        ("XADD", "elsewhere", "*", "a", "b"),
+        ("HSET", "headrace:{q}:limits", "max_depth:realtime", "1000000"),
+        ("EVAL", "return redis.call('FLUSHALL')", "0"),
+        ("EVAL", "return redis.call('HGETALL', 'headrace:{q}:worker:w')", "0"),
+    ],
+    ids=" ".join,
+)
+def test_producer_may_not(guarded: Guarded, command: tuple[str, ...]) -> None:
+    with (
+        guarded.client("producer") as producer,
+        pytest.raises(redis.ResponseError, match=r"(?i)permission|NOPERM|can't run|No permissions"),
+    ):
+        producer.execute_command(*command)
+
+
+@pytest.mark.parametrize(
+    "command", [("FLUSHALL",), ("CONFIG", "SET", "save", ""), ("KEYS", "*"), ("GET", "elsewhere"), ("SHUTDOWN",)], ids=" ".join
+)
+def test_worker_may_not(guarded: Guarded, command: tuple[str, ...]) -> None:
+    with guarded.client("worker") as worker, pytest.raises(redis.exceptions.NoPermissionError):
+        worker.execute_command(*command)
+
+
+def test_user_without_a_password_stays_locked(tmp_path: Path) -> None:
+    with started("valkey", tmp_path, operator="") as server:
+        with connect(f"redis://operator:@127.0.0.1:{server.port}") as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+        with server.client("producer") as client:
+            assert client.ping()
+
+
+def test_tls_serves_encrypted_connections_alone(tmp_path: Path) -> None:
+    path = binary("redis7")
+    if path is None or shutil.which("openssl") is None:
+        pytest.skip("needs a server that was built with TLS, and openssl")
+    make_certificates(tmp_path)
+    config = (OPS / "redis-tls.conf").read_text().replace("/etc/redis/tls", str(tmp_path))
+    port = free_port()
+    (tmp_path / "redis-tls.conf").write_text(config.replace("6379", str(port)))
+    command = [path, OPS / "redis.conf", "--dir", tmp_path, "--include", tmp_path / "redis-tls.conf"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        await_tls(port, tmp_path)
+        with connect(f"redis://127.0.0.1:{port}") as plain, pytest.raises(redis.ConnectionError):
+            plain.ping()
+        queue, responder_url = "q", f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path}/ca.crt"
+        with Responder(responder_url, queue).running(), Client(responder_url, queue=queue) as client:
+            assert client.submit_and_wait("hello", timeout=20).text == "hello"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def make_certificates(folder: Path) -> None:
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=ca -keyout ca.key -out ca.crt",
+        "req -newkey rsa:2048 -nodes -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout redis.key -out redis.csr",
+        "x509 -req -in redis.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 1 -copy_extensions copy -out redis.crt",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+
+
+def await_tls(port: int, folder: Path) -> None:
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        try:
+            connect(f"rediss://127.0.0.1:{port}?ssl_ca_certs={folder}/ca.crt").ping()
+        except redis.ConnectionError:
+            time.sleep(0.02)
+        else:
+            return
+    raise AssertionError((folder / "log").read_text())
