@@ -17,8 +17,8 @@ class TextDelta:
     Attributes:
         text: to be published now; all deltas joined are the request's text.
         stopped_by: the stop string that ended the output; its tokens count, its text does not. None while there is none.
-        num_tokens_kept: of all tokens pushed so far, how many belong to the output; fewer than pushed only where a stop
-            string was completed before the last of them.
+        num_tokens_kept: of the tokens of this push, how many belong to the output; fewer than all only where a stop string
+            was completed before the last of them.
     """
 
     text: str
@@ -61,6 +61,7 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int], finished: bool) -> TextDelta:
         """Take the next tokens. ``finished``: no more will come, so nothing is held back any longer."""
         ready = ""
+        num_before = self.num_tokens
         for token_id in token_ids:
             if self.stopped_by is not None:
                 break
@@ -73,7 +74,7 @@ class Detokenizer:
             self._held = ""
         if ready:
             self._published.append(ready)
-        return TextDelta(ready, self.stopped_by, self.num_tokens)
+        return TextDelta(ready, self.stopped_by, self.num_tokens - num_before)
 
     def _feed(self, text: str) -> str:
         """Take decoded text; returns what may be published of what is held."""

@@ -50,12 +50,12 @@ class Vocabulary:
         self._id_to_token = backend.id_to_token
         self._decode = backend.decode
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._byte_level = backend.decoder is not None and json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel"
+        self.is_byte_level = backend.decoder is not None and json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
 
     def new_decoder(self) -> TextDecoder:
         """A decoder at the start of a sequence."""
-        return ByteLevelDecoder(self) if self._byte_level else WindowDecoder(self)
+        return ByteLevelDecoder(self) if self.is_byte_level else WindowDecoder(self)
 
     def is_skipped(self, token_id: int) -> bool:
         """Whether ``decode(skip_special_tokens=True)`` leaves it out."""

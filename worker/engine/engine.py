@@ -1,0 +1,243 @@
+"""The engine: schedule, run, update, once a step. One thread owns it and the device.
+
+>>> from worker.engine import Engine
+>>> engine = Engine.load("demo")
+>>> engine.generate("The capital of France is", temperature=0.0, max_tokens=4)[0].text
+' Paris.\\n\\n'
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from producer.keys import Tier
+from producer.sampling import SamplingParams
+from producer.wire import FinishReason, GenerateRequest, Result
+from worker.engine.config import EngineConfig
+from worker.engine.detokenizer import Detokenizer
+from worker.engine.failures import FatalDeviceError, as_request_error, is_fatal
+from worker.engine.inputs import InputProcessor, ModelLimits
+from worker.engine.model_loader import LoadedModel, load_model
+from worker.engine.model_runner import ModelRunner
+from worker.engine.offline import run_to_end
+from worker.engine.request import Request, Sampled, ScheduledChunk, StepOutput, StepPlan
+from worker.engine.scheduler import Scheduler, SchedulerStats
+
+log = structlog.get_logger("headrace.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step in figures.
+
+    Attributes:
+        seconds: how long it took.
+        idle_seconds: how long the device did nothing before it though there was work.
+        batch_size: requests in it.
+        num_tokens: tokens computed.
+    """
+
+    seconds: float
+    idle_seconds: float
+    batch_size: int
+    num_tokens: int
+
+
+class Engine:
+    """A model, its KV cache, and the requests that run on them. All methods but those of `inputs` belong to one thread.
+
+    Raises:
+        ModelUnavailable: the model cannot be loaded, or would be run wrongly.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.last_step: StepSample | None = None
+        self._loaded = load_model(config)
+        self._runner = ModelRunner(self._loaded, config)
+        self._scheduler = Scheduler(config, self._runner.num_blocks, self._runner.num_cpu_blocks, self._loaded.max_model_len)
+        self.inputs = InputProcessor(self._loaded.tokenizer, _limits(self._loaded, config))
+        self._requests: dict[str, Request] = {}
+        self._ended_early: list[StepOutput] = []
+        self._idle_since_s: float | None = None
+        self._offline_ids = itertools.count()
+
+    @classmethod
+    def load(cls, model: str = "demo", **settings: Any) -> Engine:
+        """An engine of a model, with `EngineConfig`'s settings by name."""
+        return cls(EngineConfig(model=model, **settings))
+
+    @property
+    def model_name(self) -> str:
+        return self._loaded.name
+
+    @property
+    def device_name(self) -> str:
+        return str(self._loaded.device)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self._loaded.dtype).removeprefix("torch.")
+
+    def add(self, request: Request) -> None:
+        """Take a request in; one that brings output goes on behind it.
+
+        Raises:
+            ContextLengthExceeded: it can never fit the context or the KV cache.
+        """
+        assert request.id not in self._requests, f"{request.id} is in the engine"
+        finish_reason, stop_reason = _finish(request)
+        if finish_reason is not None:
+            output = StepOutput(request, len(request.output_token_ids), [], finish_reason=finish_reason, stop_reason=stop_reason)
+            self._ended_early.append(output)
+            return
+        self._scheduler.add(request)
+        self._requests[request.id] = request
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; one that is not there is no error. No output follows."""
+        self._ended_early = [output for output in self._ended_early if output.request.id != request_id]
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._scheduler.finish(request)
+
+    def step(self) -> list[StepOutput]:
+        """Run one step.
+
+        Returns:
+            What it did for each request that got something. Failures of single requests are among it.
+
+        Raises:
+            FatalDeviceError: the device is lost. Whatever else is raised is a fault of ours.
+        """
+        outputs, self._ended_early = self._ended_early, []
+        plan = self._scheduler.schedule()
+        if plan.chunks:
+            start_s = time.monotonic()
+            self._runner.copy_blocks(plan)
+            outputs += self._run(plan)
+            self._measure(plan, start_s)
+        return outputs
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._requests or self._ended_early)
+
+    def room(self, tier: Tier) -> int:
+        """How many further requests of a tier are worth fetching now."""
+        return self._scheduler.room(tier)
+
+    def stats(self) -> SchedulerStats:
+        """Counts of this moment."""
+        return self._scheduler.stats()
+
+    def make_detokenizer(self, request: Request) -> Detokenizer:
+        """A detokeniser that goes on behind the output the request has now. Any thread may call this."""
+        return Detokenizer(self._loaded.tokenizer, request.params, request.output_token_ids, request.eos_token_ids)
+
+    def generate(
+        self, prompts: str | Sequence[str | GenerateRequest], params: SamplingParams | None = None, **sampling: Any
+    ) -> list[Result]:
+        """Run prompts together to their end, without a queue.
+
+        Args:
+            prompts: texts, or whole requests; one text alone counts as a list of one.
+            params: for the texts; or its fields as keywords.
+
+        Returns:
+            One result a prompt, in order.
+
+        Raises:
+            HeadraceError: the first that any prompt met.
+        """
+        params = params or SamplingParams.from_keywords(sampling)
+        items = [prompts] if isinstance(prompts, str) else prompts
+        return run_to_end(self, [self._as_request(item, params) for item in items])
+
+    def _as_request(self, item: str | GenerateRequest, params: SamplingParams) -> GenerateRequest:
+        if isinstance(item, GenerateRequest):
+            return item
+        return GenerateRequest(id=f"offline-{next(self._offline_ids)}", prompt=item, params=params)
+
+    # A step
+
+    def _run(self, plan: StepPlan) -> list[StepOutput]:
+        try:
+            results = self._runner.run(plan)
+        except Exception as error:
+            return self._isolate(plan, error)
+        self._scheduler.advance(plan)
+        return [output for chunk, sampled in zip(plan.chunks, results, strict=True) if (output := self._update(chunk, sampled))]
+
+    def _isolate(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+        """Run the halves of a failed step, until what makes it fail is alone; only that is ended.
+
+        Nothing of a failed step has been advanced, and computing it again writes the same into the KV cache.
+        """
+        if is_fatal(error, self._loaded.device):
+            raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
+        log.warning("step failed", batch_size=len(plan.chunks), error=type(error).__name__, exc_info=len(plan.chunks) == 1)
+        if len(plan.chunks) == 1:
+            failure = as_request_error(error)
+            return [self._fail(plan.chunks[0].request, failure.code, failure.message)]
+        middle = len(plan.chunks) // 2
+        return self._run(StepPlan(plan.chunks[:middle])) + self._run(StepPlan(plan.chunks[middle:]))
+
+    def _update(self, chunk: ScheduledChunk, sampled: Sampled | None) -> StepOutput | None:
+        """Take in what the step says about one request, and end it where it has to end."""
+        request = chunk.request
+        if sampled is None:
+            return None
+        if sampled.error_code is not None:
+            return self._fail(request, sampled.error_code, "the model's output is not finite")
+        index = len(request.output_token_ids)
+        if request.kind != "generate":
+            self._end(request)
+            score = request.score if request.kind == "score" else None
+            return StepOutput(request, index, [], finish_reason="stop", score=score, embedding=sampled.embedding)
+        request.output_token_ids.append(sampled.token_id)
+        if sampled.logprob is not None:
+            request.logprobs.append(sampled.logprob)
+        finish_reason, stop_reason = _finish(request)
+        if finish_reason is not None:
+            self._end(request)
+        logprobs = None if sampled.logprob is None else [sampled.logprob]
+        return StepOutput(request, index, [sampled.token_id], logprobs, finish_reason, stop_reason)
+
+    def _fail(self, request: Request, code: str, message: str) -> StepOutput:
+        self._end(request)
+        return StepOutput(request, len(request.output_token_ids), [], error_code=code, error_message=message)
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.id]
+        self._scheduler.finish(request)
+
+    def _measure(self, plan: StepPlan, start_s: float) -> None:
+        end_s = time.monotonic()
+        idle_s = start_s - self._idle_since_s if self._idle_since_s is not None else 0.0
+        self.last_step = StepSample(end_s - start_s, idle_s, len(plan.chunks), plan.num_tokens)
+        self._idle_since_s = end_s if self._requests else None
+
+
+def _finish(request: Request) -> tuple[FinishReason | None, int | None]:
+    """Whether the request's output has ended, and by which stop token. EOS and stop tokens belong to the output."""
+    if request.kind != "generate" or not request.output_token_ids:
+        return None, None
+    last = request.output_token_ids[-1]
+    if last in request.eos_token_ids:
+        return "stop", None
+    if last in request.params.stop_token_ids:
+        return "stop", last
+    return ("length" if len(request.output_token_ids) >= request.max_tokens else None), None
+
+
+def _limits(loaded: LoadedModel, config: EngineConfig) -> ModelLimits:
+    return ModelLimits(
+        max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids, seed=config.seed
+    )

@@ -1,0 +1,38 @@
+"""What an exception out of a step means."""
+
+from __future__ import annotations
+
+import torch
+
+from producer.errors import BatchFailed, HeadraceError, InternalError, OutOfMemory
+
+
+class FatalDeviceError(InternalError):
+    """The device is lost for this process (CUDA errors are sticky); only a new process helps."""
+
+
+def is_fatal(error: Exception, device: torch.device) -> bool:
+    """Whether the device is beyond use. A device that still answers is not."""
+    if device.type != "cuda" or isinstance(error, torch.OutOfMemoryError):
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return isinstance(error, torch.AcceleratorError)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on a device or on the host (torch reports the latter as a plain RuntimeError)."""
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "not enough memory" in str(error)
+        or "can't allocate memory" in str(error)
+    )
+
+
+def as_request_error(error: Exception) -> HeadraceError:
+    """The error that the request alone in a failing step gets. Exceptions' texts stay in the log: they may hold anything."""
+    if is_out_of_memory(error):
+        return OutOfMemory("the device ran out of memory on this request")
+    return BatchFailed(f"the model step failed on this request ({type(error).__name__})")

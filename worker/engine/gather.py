@@ -1,0 +1,66 @@
+"""One reply out of the engine requests that a wire request became (`InputProcessor.prepare_all`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from producer.wire import Choice, Result, Usage
+from worker.engine.request import Request
+
+Ending = Choice | float | list[float]  # of kind generate, score, embed
+
+
+class Gather:
+    """Collects how the engine requests of one wire request ended, until all have.
+
+    Args:
+        request_id: of the wire request.
+        requests: as `InputProcessor.prepare_all` returned them.
+    """
+
+    def __init__(self, request_id: str, requests: Sequence[Request]) -> None:
+        self.request_id = request_id
+        self.requests = list(requests)
+        self._endings: dict[str, Ending] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have ended."""
+        return len(self._endings) == len(self.requests)
+
+    def put(self, request: Request, ending: Ending) -> bool:
+        """Note how one ended: its `Choice`, its score, or its embedding. Returns whether it was the last."""
+        assert request in self.requests, f"{request.id} is no part of {self.request_id}"
+        self._endings[request.id] = ending
+        return self.complete
+
+    def index(self, request: Request) -> int:
+        """The place of a request's output in the reply."""
+        return self.requests.index(request)
+
+    def result(self, **fields: Any) -> Result:
+        """The reply. ``fields``: what the engine does not know (timings, attempt, worker, model)."""
+        assert self.complete, "some have not ended"
+        endings = [self._endings[request.id] for request in self.requests]
+        return Result(id=self.request_id, usage=self._usage(), **_output_fields(endings), **fields)
+
+    def _usage(self) -> Usage:
+        """The prompt counts once; a continuation counts as completion."""
+        first = self.requests[0]
+        if first.kind == "score":
+            completion = sum(request.num_prompt_tokens - request.score_start for request in self.requests)
+            return Usage(first.score_start, completion, first.num_cached_tokens)
+        completion = sum(len(ending.token_ids) for ending in self._endings.values() if isinstance(ending, Choice))
+        return Usage(first.num_prompt_tokens, completion, first.num_cached_tokens)
+
+
+def _output_fields(endings: Sequence[Ending]) -> dict[str, Any]:
+    choices = [ending for ending in endings if isinstance(ending, Choice)]
+    if choices:
+        first = choices[0]
+        names = ("text", "token_ids", "finish_reason", "stop_reason", "logprobs")
+        return {name: getattr(first, name) for name in names} | {"choices": choices if len(choices) > 1 else None}
+    if isinstance(endings[0], list):
+        return {"embedding": endings[0]}
+    return {"scores": list(endings)}

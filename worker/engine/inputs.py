@@ -1,0 +1,249 @@
+"""Wire requests in, engine requests out: tokenising, chat templates, and every check that needs the model.
+
+Called by the thread that fetches requests, so nothing here holds the interpreter's lock for long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from producer.errors import ContextLengthExceeded, InvalidRequest
+from producer.sampling import SamplingParams
+from producer.validate import fail
+from producer.wire import GenerateRequest
+from worker.engine.request import Request
+from worker.engine.text_decoder import vocabulary_of
+
+DEFAULT_MAX_TOKENS = 256
+CHILD_SEPARATOR = "#"  # not allowed in a wire id, so a child's id can be no other request's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a model allows.
+
+    Attributes:
+        max_model_len: most tokens of prompt and output together.
+        vocab_size: token ids run from 0 to this, exclusive.
+        eos_token_ids: the model's stop tokens.
+        seed: of the engine, mixed into the noise of requests without a seed of their own.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+
+
+class InputProcessor:
+    """Turns wire requests into engine requests. Safe in threads: the tokenizer is only read.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers; whatever truncation or padding it is set to do is turned off.
+        limits: what the model allows.
+        make_grammar: compiles a request's ``response_format``; None where structured output is not available.
+    """
+
+    def __init__(self, tokenizer: Any, limits: ModelLimits, make_grammar: Callable[[Mapping[str, Any]], Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._limits = limits
+        self._make_grammar = make_grammar
+        self._max_bytes_per_token = _max_bytes_per_token(tokenizer)
+
+    def prepare(self, wanted: GenerateRequest) -> Request:
+        """The one engine request that a wire request of a single output is.
+
+        Raises:
+            InvalidRequest: names the field. `ContextLengthExceeded` where prompt and output do not fit the context.
+        """
+        requests = self.prepare_all(wanted)
+        if len(requests) != 1:
+            field = "continuations" if wanted.kind == "score" else "n"
+            raise fail(field, "one, where a request has a single output")
+        return requests[0]
+
+    def prepare_all(self, wanted: GenerateRequest) -> list[Request]:
+        """All engine requests that a wire request becomes: ``n`` outputs, or one a continuation; else one.
+
+        A single one has the wire request's id, several have ``<id>#0``, ``<id>#1`` and so on, in the order of the reply.
+        `gather.Gather` makes one reply of them. Raises as `prepare`.
+        """
+        try:
+            return self._prepare_all(wanted)
+        except InvalidRequest as error:
+            error.request_id = wanted.id
+            raise
+
+    def _prepare_all(self, wanted: GenerateRequest) -> list[Request]:
+        self._check_token_ids(wanted)
+        prompt = self._prompt_token_ids(wanted)
+        if wanted.kind == "score":
+            return self._score_requests(wanted, prompt)
+        if wanted.kind == "embed":
+            self._check_fits(len(prompt), 0)
+            return [self._request(wanted, wanted.id, prompt, 0)]
+        max_tokens = self._max_tokens(wanted.params, len(prompt))
+        seed = self._seed(wanted)
+        ids = _child_ids(wanted.id, wanted.params.n)
+        return [self._generate_request(wanted, ids[i], prompt, max_tokens, child_seed(seed, i)) for i in range(len(ids))]
+
+    def _generate_request(self, wanted: GenerateRequest, request_id: str, prompt: list[int], max_tokens: int, seed: int) -> Request:
+        request = self._request(wanted, request_id, prompt, max_tokens)
+        request.seed = seed
+        if not wanted.params.ignore_eos:
+            request.eos_token_ids = self._limits.eos_token_ids
+        if wanted.params.response_format is not None:
+            request.grammar = self._grammar(wanted.params.response_format)
+        return request
+
+    def _request(self, wanted: GenerateRequest, request_id: str, prompt: list[int], max_tokens: int) -> Request:
+        params = replace(wanted.params, n=1) if wanted.params.n != 1 else wanted.params
+        return Request(
+            id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            max_tokens=max_tokens,
+            tier=wanted.tier,
+            kind=wanted.kind,
+            source=wanted.source,
+        )
+
+    def _grammar(self, response_format: Mapping[str, Any]) -> Any:
+        if self._make_grammar is None:
+            raise InvalidRequest("structured output is not installed on this worker (headrace[grammar])", field="response_format")
+        return self._make_grammar(response_format)
+
+    # Tokens
+
+    def _prompt_token_ids(self, wanted: GenerateRequest) -> list[int]:
+        if wanted.prompt_token_ids is not None:
+            return list(wanted.prompt_token_ids)
+        text, field = self._prompt_text(wanted)
+        token_ids = self._encode(text, add_special_tokens=wanted.prompt is not None)
+        if not token_ids:
+            raise fail(field, "something that the tokenizer makes tokens of")
+        return token_ids
+
+    def _prompt_text(self, wanted: GenerateRequest) -> tuple[str, str]:
+        """The prompt as text, and the field that it came from."""
+        if wanted.prompt is not None:
+            return wanted.prompt, "prompt"
+        assert wanted.messages is not None, "a request has exactly one kind of prompt"
+        return self._render(wanted.messages), "messages"
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("messages cannot be used with this model: it has no chat template", field="messages")
+        try:
+            text = self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequest(f"messages are refused by the model's chat template: {str(error)[:200]}", field="messages") from error
+        except Exception as error:  # a template is a program, and the messages are its input
+            message = f"messages cannot be rendered by the model's chat template ({type(error).__name__})"
+            raise InvalidRequest(message, field="messages") from error
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        at_least = math.ceil(len(text.encode()) / self._max_bytes_per_token)
+        if at_least > self._limits.max_model_len:
+            raise self._too_long(f"prompt (at least {at_least} tokens)")
+        # Unlike `encode` and the transformers call, this releases the interpreter's lock while it works.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    # Scores
+
+    def _score_requests(self, wanted: GenerateRequest, prompt: list[int]) -> list[Request]:
+        assert wanted.continuations is not None, "kind score has continuations"
+        ids = _child_ids(wanted.id, len(wanted.continuations))
+        return [self._score_request(wanted, ids[i], prompt, i) for i in range(len(ids))]
+
+    def _score_request(self, wanted: GenerateRequest, request_id: str, prompt: list[int], index: int) -> Request:
+        assert wanted.continuations is not None, "kind score has continuations"
+        tokens, start = self._with_continuation(wanted, prompt, wanted.continuations[index])
+        if start == len(tokens):
+            raise fail(f"continuations[{index}]", "something that the tokenizer makes tokens of")
+        self._check_fits(len(tokens), 0)
+        request = self._request(wanted, request_id, tokens, 0)
+        request.score_start = start
+        return request
+
+    def _with_continuation(self, wanted: GenerateRequest, prompt: list[int], continuation: str) -> tuple[list[int], int]:
+        """Prompt and continuation as tokens, and where the scored ones start.
+
+        Text is tokenised as a whole, and what is scored starts where its tokens leave those of the prompt alone: a token that
+        spans the border counts (as in lm-evaluation-harness, but without cutting a token in two). Token ids are followed by
+        the continuation's own.
+        """
+        if wanted.prompt_token_ids is None:
+            text, _ = self._prompt_text(wanted)
+            whole = self._encode(text + continuation, add_special_tokens=wanted.prompt is not None)
+            common = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
+            if common > 0:
+                return whole, common
+        return prompt + self._encode(continuation, add_special_tokens=False), len(prompt)
+
+    # Checks
+
+    def _check_token_ids(self, wanted: GenerateRequest) -> None:
+        vocab_size = self._limits.vocab_size
+        for field, token_ids in (
+            ("prompt_token_ids", wanted.prompt_token_ids or ()),
+            ("logit_bias", wanted.params.logit_bias),
+            ("stop_token_ids", wanted.params.stop_token_ids),
+        ):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise fail(field, f"made of token ids below {vocab_size}, the model's vocabulary")
+
+    def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
+        left = self._limits.max_model_len - prompt_tokens
+        wanted = params.max_tokens or max(1, params.min_tokens, min(DEFAULT_MAX_TOKENS, left))
+        self._check_fits(prompt_tokens, wanted)
+        return wanted
+
+    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+        if prompt_tokens + max_tokens > self._limits.max_model_len:
+            raise self._too_long(f"prompt ({prompt_tokens} tokens) plus max_tokens ({max_tokens})")
+
+    def _too_long(self, what: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(f"{what} exceeds the context of {self._limits.max_model_len} tokens", field="prompt")
+
+    def _seed(self, wanted: GenerateRequest) -> int:
+        if wanted.params.seed is not None:
+            return wanted.params.seed
+        return _hash(f"{self._limits.seed}:{wanted.id}")
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of one of ``n`` outputs; the first has the request's own."""
+    return seed if index == 0 else _hash(f"{seed}#{index}")
+
+
+def _child_ids(request_id: str, count: int) -> list[str]:
+    return [request_id] if count == 1 else [f"{request_id}{CHILD_SEPARATOR}{i}" for i in range(count)]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _max_bytes_per_token(tokenizer: Any) -> float:
+    """The most bytes of text that one token can stand for; infinite where nothing proves a bound."""
+    backend = tokenizer.backend_tokenizer
+    vocabulary = vocabulary_of(tokenizer)
+    added = list(backend.get_added_tokens_decoder().values())
+    strips = any(token.lstrip or token.rstrip for token in added)  # such a token swallows any run of blanks
+    if backend.normalizer is not None or strips or not vocabulary.is_byte_level:
+        return math.inf
+    spelled = (len(token) for token in backend.get_vocab(with_added_tokens=False))  # a character stands for a byte
+    return max(*spelled, *(len(token.content.encode()) for token in added))

@@ -1,0 +1,100 @@
+"""The engine without a queue: prompts in, results out, for notebooks, tests and scripts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from producer.errors import error_from_code
+from producer.wire import Choice, GenerateRequest, Result, Timings, TokenLogprob
+from worker.engine.detokenizer import Detokenizer
+from worker.engine.gather import Ending, Gather
+from worker.engine.request import Request, StepOutput
+
+if TYPE_CHECKING:
+    from worker.engine.engine import Engine
+
+
+def run_to_end(engine: Engine, wanted: Sequence[GenerateRequest]) -> list[Result]:
+    """Run requests together until all have ended.
+
+    Returns:
+        One result a request, in order; only `Timings` that the engine can know are set.
+
+    Raises:
+        HeadraceError: the first that any request met; none of the others is left in the engine.
+    """
+    assert not engine.has_work(), "somebody else's outputs would be lost"
+    runs = [_Run(engine, request) for request in wanted]
+    owners = {part.request.id: (run, part) for run in runs for part in run.parts}
+    try:
+        for _, part in owners.values():
+            engine.add(part.request)
+        while engine.has_work():
+            for output in engine.step():
+                run, part = owners[output.request.id]
+                run.take(part, output)
+                if part.stopped and not output.finished:
+                    engine.abort(part.request.id)
+    finally:
+        for request_id in owners:
+            engine.abort(request_id)
+    return [run.result(engine.model_name) for run in runs]
+
+
+class _Run:
+    """One wire request's way through the engine."""
+
+    def __init__(self, engine: Engine, wanted: GenerateRequest) -> None:
+        requests = engine.inputs.prepare_all(wanted)
+        self.gather = Gather(wanted.id, requests)
+        self.parts = [_Part(request, engine.make_detokenizer(request), i) for i, request in enumerate(requests)]
+        self._start_s = time.monotonic()
+        self._first_s: float | None = None
+        self._end_s = self._start_s
+
+    def take(self, part: _Part, output: StepOutput) -> None:
+        if output.error_code is not None:
+            raise error_from_code(output.error_code, output.error_message, request_id=self.gather.request_id)
+        now_s = time.monotonic()
+        self._first_s = self._first_s or now_s
+        ending = part.take(output)
+        if ending is not None:
+            self.gather.put(part.request, ending)
+            self._end_s = now_s
+
+    def result(self, model: str) -> Result:
+        ttft_s = (self._first_s or self._end_s) - self._start_s
+        timings = Timings(ttft_ms=1000 * ttft_s, total_ms=1000 * (self._end_s - self._start_s))
+        return self.gather.result(timings=timings, model=model)
+
+
+class _Part:
+    """One engine request's output."""
+
+    def __init__(self, request: Request, detokenizer: Detokenizer, index: int) -> None:
+        self.request = request
+        self.stopped = False
+        self._index = index
+        self._detokenizer = detokenizer
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
+
+    def take(self, output: StepOutput) -> Ending | None:
+        """Add a step's output; returns what it came to where that was the end."""
+        if output.score is not None:
+            return output.score
+        if output.embedding is not None:
+            return output.embedding
+        delta = self._detokenizer.push(output.token_ids, output.finished)
+        self._token_ids += output.token_ids[: delta.num_tokens_kept]
+        if self._logprobs is not None:
+            self._logprobs += (output.logprobs or [])[: delta.num_tokens_kept]
+        self.stopped = delta.stopped_by is not None
+        if not self.stopped and output.finish_reason is None:
+            return None
+        reason = "stop" if self.stopped else output.finish_reason
+        assert reason is not None
+        stop_reason = delta.stopped_by if self.stopped else output.stop_reason
+        return Choice(self._index, self._detokenizer.emitted_text, self._token_ids, reason, stop_reason, self._logprobs)
