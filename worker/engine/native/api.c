@@ -1,0 +1,46 @@
+/* What Python calls: each function opens one parallel region over the process's OpenMP threads. */
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_num_threads(void) { return 1; }
+static int omp_get_thread_num(void) { return 0; }
+#endif
+
+#include "amx.h"
+#include "attention.h"
+
+/* Which kernels were built. */
+const char *headrace_isa(void) {
+#if HAVE_AMX
+    return "amx";
+#elif defined(__AVX512BF16__) && !defined(HEADRACE_NO_AVX512)
+    return "avx512_bf16";
+#else
+    return "portable";
+#endif
+}
+
+int64_t headrace_workspace_bytes(const struct attn_layer *layer, int32_t num_seqs, int32_t num_tokens, int32_t num_threads) {
+    return attn_workspace_bytes(layer, num_seqs, num_tokens, num_threads);
+}
+
+/* One layer's cache write and attention for a whole ragged batch. Strides count elements from token to token. */
+void headrace_attend(const struct attn_layer *layer, const struct attn_batch *batch, const void *query, int64_t query_stride,
+                     const void *key, int64_t key_stride, const void *value, int64_t value_stride, void *out, int64_t out_stride,
+                     int32_t num_threads, void *workspace) {
+    struct team team;
+    struct attn_plan plan;
+    team_init(&team, num_threads);
+    attn_plan(layer, batch, num_threads, workspace, &plan);
+#pragma omp parallel num_threads(num_threads)
+    {
+        int tid = omp_get_thread_num();
+#pragma omp single
+        team.size = omp_get_num_threads(); /* the runtime may give fewer than asked */
+        amx_begin();
+        attn_write(layer, batch, key, key_stride, value, value_stride, tid, team.size);
+        team_barrier(&team);
+        attn_run(layer, batch, &plan, query, query_stride, out, out_stride, &team, tid);
+        amx_end();
+    }
+}

@@ -1,0 +1,75 @@
+/* Attention of one layer for a ragged batch, straight through block tables.
+ *
+ * Cache layout. A block holds, for each KV head, groups of 16 tokens:
+ *   keys    bfloat16 [group][head_dim / 2][16 tokens][2 dims]     float32 [group][head_dim][16 tokens]
+ *   values  bfloat16 [group][8][v_dim][2 tokens]                  float32 [group][16 tokens][v_dim]
+ * so that a group of keys is the second operand of a tile product over dims and a group of values the one
+ * over tokens. Only the inside of a (block, head) is permuted: copying whole blocks needs no knowledge of it.
+ */
+#ifndef HEADRACE_ATTENTION_H
+#define HEADRACE_ATTENTION_H
+
+#include <stdint.h>
+
+#include "team.h"
+#include "vec.h"
+
+#define GROUP 16          /* tokens in a group */
+#define MAX_ROWS 32       /* query rows (query x head of the KV head's group) computed together */
+#define SPAN 256          /* tokens whose scores are held at once */
+#define MIN_SPLIT 512     /* a sequence is split over threads only into parts at least this long */
+
+enum dtype { DTYPE_BF16 = 0, DTYPE_F32 = 1 };
+
+/* One layer. Mirrored by `LayerStruct` in library.py. */
+struct attn_layer {
+    void *k_cache, *v_cache;
+    const float *sinks; /* [num_heads], or NULL */
+    int32_t dtype, num_heads, num_kv_heads, head_dim, v_dim, block_size;
+    int32_t window; /* keys at position > query - window; 0: all */
+    float scale;
+    float softcap; /* 0: none */
+};
+
+/* One step. Mirrored by `BatchStruct` in library.py. */
+struct attn_batch {
+    const int32_t *query_start; /* [num_seqs + 1] */
+    const int32_t *seq_lens;    /* [num_seqs], this step's tokens counted */
+    const int32_t *block_tables;
+    const int64_t *slots; /* [num_tokens]; negative: not written */
+    int64_t table_stride;
+    int32_t num_seqs, num_tokens;
+};
+
+/* Rows of one sequence against a range of its keys, for each KV head. */
+struct attn_item {
+    int32_t seq, row, num_rows;     /* rows count (query, head of the group), heads fastest */
+    int32_t kv_begin, kv_end;
+    int32_t part, num_parts;        /* of a range that is split: which, and of how many (1: not split) */
+    int32_t split, first_partial;   /* of a split range: its number, and where its partial results begin */
+};
+
+struct attn_plan {
+    struct attn_item *items;
+    int32_t num_items, num_parts, num_splits;
+    float *partial;         /* [num_parts][num_kv_heads][MAX_ROWS][v_dim + 2] */
+    atomic_int *unfinished; /* [num_splits][num_kv_heads] */
+    char *scratch;          /* one piece a thread */
+    int64_t scratch_bytes;
+};
+
+/* Bytes of workspace for any step of at most that many sequences and tokens. */
+int64_t attn_workspace_bytes(const struct attn_layer *layer, int32_t num_seqs, int32_t num_tokens, int32_t num_threads);
+
+/* Lays the plan of a step out in `workspace` (64-byte aligned). Run by one thread. */
+void attn_plan(const struct attn_layer *layer, const struct attn_batch *batch, int num_threads, char *workspace, struct attn_plan *plan);
+
+/* Phase: keys and values of this step's tokens into the cache. Rows lie `stride` elements apart. */
+void attn_write(const struct attn_layer *layer, const struct attn_batch *batch, const void *key, int64_t key_stride, const void *value,
+                int64_t value_stride, int tid, int num_threads);
+
+/* Phase: attention over what the cache holds; out [num_tokens][num_heads][v_dim]. Needs a barrier before and after. */
+void attn_run(const struct attn_layer *layer, const struct attn_batch *batch, const struct attn_plan *plan, const void *query,
+              int64_t query_stride, void *out, int64_t out_stride, struct team *team, int tid);
+
+#endif

@@ -1,0 +1,328 @@
+#include "attention_kernels.h"
+
+#include "amx.h"
+
+#if defined(__AVX512BF16__) && !defined(HEADRACE_NO_AVX512)
+#define HAVE_AVX512_BF16 1
+#else
+#define HAVE_AVX512_BF16 0
+#endif
+
+static inline void prefetch(const void *p, int bytes) {
+    for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 3);
+}
+
+static inline v16f even_of_pairs(const bf16 *p) {
+    v16u u;
+    memcpy(&u, p, sizeof u);
+    return (v16f)(u << 16);
+}
+
+static inline v16f odd_of_pairs(const bf16 *p) {
+    v16u u;
+    memcpy(&u, p, sizeof u);
+    return (v16f)(u & 0xffff0000u);
+}
+
+/* ---- plain vectors: any dims, bfloat16 and float32 ---- */
+
+#if !HAVE_AVX512_BF16
+static void scores_bf16(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, int num_groups,
+                        float *scores) {
+    for (int g = 0; g < num_groups; g++) {
+        const bf16 *k = groups[g];
+        prefetch(groups[g + LOOKAHEAD], shape->dim * GROUP * (int)sizeof *k);
+        for (int r = 0; r < num_rows; r++) {
+            const bf16 *q = query + r * shape->q_stride;
+            v16f even = {0}, odd = {0};
+            for (int d = 0; d < shape->dim; d += 2) {
+                even += f32_of_bf16(q[d]) * even_of_pairs(k + d * GROUP);
+                odd += f32_of_bf16(q[d + 1]) * odd_of_pairs(k + d * GROUP);
+            }
+            v_store(scores + r * SPAN + g * GROUP, even + odd);
+        }
+    }
+}
+#endif
+
+static void scores_f32(const struct attn_shape *shape, const float *query, int num_rows, const void *const *groups, int num_groups,
+                       float *scores) {
+    for (int g = 0; g < num_groups; g++) {
+        const float *k = groups[g];
+        prefetch(groups[g + LOOKAHEAD], shape->dim * GROUP * (int)sizeof *k);
+        for (int r = 0; r < num_rows; r++) {
+            const float *q = query + r * shape->q_stride;
+            v16f sum = {0};
+            for (int d = 0; d < shape->dim; d++) sum += q[d] * v_load(k + d * GROUP);
+            v_store(scores + r * SPAN + g * GROUP, sum);
+        }
+    }
+}
+
+static void values_bf16(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *groups, int num_groups,
+                        float *out) {
+    int v_dim = shape->v_dim;
+    for (int g = 0; g < num_groups; g++) {
+        const bf16 *v = groups[g];
+        for (int r = 0; r < num_rows; r++) {
+            const bf16 *w = weights + r * SPAN + g * GROUP;
+            float *o = out + r * shape->o_stride;
+            for (int t = 0; t < GROUP; t += 2) {
+                float w0 = f32_of_bf16(w[t]), w1 = f32_of_bf16(w[t + 1]);
+                const bf16 *pairs = v + t * v_dim;
+                int d = 0;
+                for (; d + LANES <= v_dim; d += LANES)
+                    v_store(o + d, v_load(o + d) + w0 * even_of_pairs(pairs + 2 * d) + w1 * odd_of_pairs(pairs + 2 * d));
+                for (; d < v_dim; d++) o[d] += w0 * f32_of_bf16(pairs[2 * d]) + w1 * f32_of_bf16(pairs[2 * d + 1]);
+            }
+        }
+    }
+}
+
+static void values_f32(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *groups, int num_groups,
+                       float *out) {
+    int v_dim = shape->v_dim;
+    for (int g = 0; g < num_groups; g++) {
+        const float *v = groups[g];
+        for (int r = 0; r < num_rows; r++) {
+            const float *w = weights + r * SPAN + g * GROUP;
+            float *o = out + r * shape->o_stride;
+            for (int t = 0; t < GROUP; t++) {
+                int d = 0;
+                for (; d + LANES <= v_dim; d += LANES) v_store(o + d, v_load(o + d) + w[t] * v_load(v + t * v_dim + d));
+                for (; d < v_dim; d++) o[d] += w[t] * v[t * v_dim + d];
+            }
+        }
+    }
+}
+
+/* ---- AVX512-BF16: even dims; v_dim a multiple of 16 ---- */
+
+#if HAVE_AVX512_BF16
+#define ROW_BLOCK 4
+
+static inline __m512bh pair_of(const bf16 *p) {
+    uint32_t u;
+    memcpy(&u, p, sizeof u);
+    return (__m512bh)_mm512_set1_epi32((int)u);
+}
+
+static inline __m512bh pairs_at(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+static void scores_avx512(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, int num_groups,
+                          float *scores) {
+    for (int g = 0; g < num_groups; g += 2) {
+        const bf16 *k0 = groups[g], *k1 = groups[g + 1];
+        prefetch(groups[g + LOOKAHEAD], shape->dim * GROUP * (int)sizeof *k0);
+        prefetch(groups[g + LOOKAHEAD - 1], shape->dim * GROUP * (int)sizeof *k0);
+        for (int r0 = 0; r0 < num_rows; r0 += ROW_BLOCK) {
+            int rows = num_rows - r0 < ROW_BLOCK ? num_rows - r0 : ROW_BLOCK;
+            const bf16 *q = query + r0 * shape->q_stride;
+            __m512 a[ROW_BLOCK] = {0}, b[ROW_BLOCK] = {0};
+            for (int d = 0; d < shape->dim; d += 2) {
+                __m512bh x = pairs_at(k0 + d * GROUP), y = pairs_at(k1 + d * GROUP);
+                for (int r = 0; r < ROW_BLOCK; r++) { /* rows past num_rows are computed and dropped: the query tile has room */
+                    __m512bh w = pair_of(q + r * shape->q_stride + d);
+                    a[r] = _mm512_dpbf16_ps(a[r], w, x);
+                    b[r] = _mm512_dpbf16_ps(b[r], w, y);
+                }
+            }
+            for (int r = 0; r < rows; r++) {
+                _mm512_storeu_ps(scores + (r0 + r) * SPAN + g * GROUP, a[r]);
+                _mm512_storeu_ps(scores + (r0 + r) * SPAN + (g + 1) * GROUP, b[r]);
+            }
+        }
+    }
+}
+
+static void values_avx512(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *groups, int num_groups,
+                          float *out) {
+    for (int r0 = 0; r0 < num_rows; r0 += ROW_BLOCK) {
+        const bf16 *w = weights + r0 * SPAN;
+        int rows = num_rows - r0 < ROW_BLOCK ? num_rows - r0 : ROW_BLOCK;
+        for (int d = 0; d < shape->v_dim; d += LANES) {
+            float *o = out + r0 * shape->o_stride + d;
+            __m512 acc[ROW_BLOCK] = {0};
+            for (int r = 0; r < rows; r++) acc[r] = _mm512_loadu_ps(o + r * shape->o_stride);
+            for (int g = 0; g < num_groups; g++) {
+                const bf16 *v = (const bf16 *)groups[g] + 2 * d;
+                for (int t = 0; t < GROUP; t += 2) {
+                    __m512bh x = pairs_at(v + t * shape->v_dim);
+                    for (int r = 0; r < ROW_BLOCK; r++) acc[r] = _mm512_dpbf16_ps(acc[r], pair_of(w + r * SPAN + g * GROUP + t), x);
+                }
+            }
+            for (int r = 0; r < rows; r++) _mm512_storeu_ps(o + r * shape->o_stride, acc[r]);
+        }
+    }
+}
+#endif
+
+/* ---- AMX: both dims multiples of 16 ---- */
+
+#if HAVE_AMX
+#define TILE_ROWS 16
+#define TILE_BYTES 1024
+#define SCORE_STRIDE (SPAN * (int)sizeof(float))
+#define WEIGHT_STRIDE (SPAN * (int)sizeof(bf16))
+
+/* Sixteen rows against four groups. */
+static void scores_amx_1x4(const bf16 *q, int dim, int q_stride, const void *const *groups, float *scores) {
+    const char *k0 = groups[0], *k1 = groups[1], *k2 = groups[2], *k3 = groups[3];
+    int stride = q_stride * (int)sizeof *q;
+    TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+    int d = 0, at = 0;
+    for (; d + 32 <= dim; d += 32, at += TILE_BYTES) {
+        TILE_LOAD(4, q + d, stride);
+        TILE_LOAD(5, k0 + at, 64); TILE_DOT(0, 4, 5);
+        TILE_LOAD(5, k1 + at, 64); TILE_DOT(1, 4, 5);
+        TILE_LOAD(5, k2 + at, 64); TILE_DOT(2, 4, 5);
+        TILE_LOAD(5, k3 + at, 64); TILE_DOT(3, 4, 5);
+    }
+    if (d < dim) {
+        TILE_LOAD(6, q + d, stride);
+        TILE_LOAD(7, k0 + at, 64); TILE_DOT(0, 6, 7);
+        TILE_LOAD(7, k1 + at, 64); TILE_DOT(1, 6, 7);
+        TILE_LOAD(7, k2 + at, 64); TILE_DOT(2, 6, 7);
+        TILE_LOAD(7, k3 + at, 64); TILE_DOT(3, 6, 7);
+    }
+    TILE_STORE(0, scores, SCORE_STRIDE);
+    TILE_STORE(1, scores + GROUP, SCORE_STRIDE);
+    TILE_STORE(2, scores + 2 * GROUP, SCORE_STRIDE);
+    TILE_STORE(3, scores + 3 * GROUP, SCORE_STRIDE);
+}
+
+/* Thirty-two rows against two groups. */
+static void scores_amx_2x2(const bf16 *q, int dim, int q_stride, const void *const *groups, float *scores) {
+    const char *k0 = groups[0], *k1 = groups[1];
+    const bf16 *q1 = q + TILE_ROWS * q_stride;
+    float *scores1 = scores + TILE_ROWS * SPAN;
+    int stride = q_stride * (int)sizeof *q;
+    TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
+    int d = 0, at = 0;
+    for (; d + 32 <= dim; d += 32, at += TILE_BYTES) {
+        TILE_LOAD(4, q + d, stride); TILE_LOAD(5, k0 + at, 64); TILE_DOT(0, 4, 5);
+        TILE_LOAD(5, k1 + at, 64); TILE_DOT(1, 4, 5);
+        TILE_LOAD(4, q1 + d, stride); TILE_DOT(3, 4, 5);
+        TILE_LOAD(5, k0 + at, 64); TILE_DOT(2, 4, 5);
+    }
+    if (d < dim) {
+        TILE_LOAD(6, q + d, stride); TILE_LOAD(7, k0 + at, 64); TILE_DOT(0, 6, 7);
+        TILE_LOAD(7, k1 + at, 64); TILE_DOT(1, 6, 7);
+        TILE_LOAD(6, q1 + d, stride); TILE_DOT(3, 6, 7);
+        TILE_LOAD(7, k0 + at, 64); TILE_DOT(2, 6, 7);
+    }
+    TILE_STORE(0, scores, SCORE_STRIDE);
+    TILE_STORE(1, scores + GROUP, SCORE_STRIDE);
+    TILE_STORE(2, scores1, SCORE_STRIDE);
+    TILE_STORE(3, scores1 + GROUP, SCORE_STRIDE);
+}
+
+static void scores_amx(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, int num_groups,
+                       float *scores) {
+    int bytes = shape->dim * GROUP * (int)sizeof *query;
+    if (num_rows > TILE_ROWS) {
+        for (int g = 0; g < num_groups; g += 2) scores_amx_2x2(query, shape->dim, shape->q_stride, groups + g, scores + g * GROUP);
+        return;
+    }
+    for (int g = 0; g < num_groups; g += 4) {
+        for (int i = 0; i < 4 && g + 4 + i < num_groups + LOOKAHEAD; i++) prefetch(groups[g + 4 + i], bytes);
+        scores_amx_1x4(query, shape->dim, shape->q_stride, groups + g, scores + g * GROUP);
+    }
+}
+
+/* Sixteen rows, 64 columns from `column`. */
+static void values_amx_1x4(const bf16 *w, const void *const *groups, int num_groups, int v_dim, int column, float *o, int o_stride) {
+    int stride = o_stride * (int)sizeof *o, v_stride = v_dim * 2 * (int)sizeof *w;
+    TILE_LOAD(0, o, stride); TILE_LOAD(1, o + 16, stride); TILE_LOAD(2, o + 32, stride); TILE_LOAD(3, o + 48, stride);
+    for (int g = 0; g < num_groups; g++) {
+        const bf16 *v = (const bf16 *)groups[g] + 2 * column;
+        if (column == 0) prefetch(groups[g + LOOKAHEAD], v_stride * GROUP / 2);
+        TILE_LOAD(6, w + g * GROUP, WEIGHT_STRIDE);
+        TILE_LOAD(7, v, v_stride); TILE_DOT(0, 6, 7);
+        TILE_LOAD(7, v + 32, v_stride); TILE_DOT(1, 6, 7);
+        TILE_LOAD(7, v + 64, v_stride); TILE_DOT(2, 6, 7);
+        TILE_LOAD(7, v + 96, v_stride); TILE_DOT(3, 6, 7);
+    }
+    TILE_STORE(0, o, stride); TILE_STORE(1, o + 16, stride); TILE_STORE(2, o + 32, stride); TILE_STORE(3, o + 48, stride);
+}
+
+/* Thirty-two rows, 32 columns from `column`. */
+static void values_amx_2x2(const bf16 *w, const void *const *groups, int num_groups, int v_dim, int column, float *o, int o_stride) {
+    int stride = o_stride * (int)sizeof *o, v_stride = v_dim * 2 * (int)sizeof *w;
+    const bf16 *w1 = w + TILE_ROWS * SPAN;
+    float *o1 = o + TILE_ROWS * o_stride;
+    TILE_LOAD(0, o, stride); TILE_LOAD(1, o + 16, stride); TILE_LOAD(2, o1, stride); TILE_LOAD(3, o1 + 16, stride);
+    for (int g = 0; g < num_groups; g++) {
+        const bf16 *v = (const bf16 *)groups[g] + 2 * column;
+        TILE_LOAD(6, w + g * GROUP, WEIGHT_STRIDE); TILE_LOAD(7, v, v_stride); TILE_DOT(0, 6, 7);
+        TILE_LOAD(7, v + 32, v_stride); TILE_DOT(1, 6, 7);
+        TILE_LOAD(6, w1 + g * GROUP, WEIGHT_STRIDE); TILE_DOT(3, 6, 7);
+        TILE_LOAD(7, v, v_stride); TILE_DOT(2, 6, 7);
+    }
+    TILE_STORE(0, o, stride); TILE_STORE(1, o + 16, stride); TILE_STORE(2, o1, stride); TILE_STORE(3, o1 + 16, stride);
+}
+
+static void values_amx_1x1(const bf16 *w, const void *const *groups, int num_groups, int v_dim, int column, float *o, int o_stride) {
+    int stride = o_stride * (int)sizeof *o, v_stride = v_dim * 2 * (int)sizeof *w;
+    TILE_LOAD(0, o, stride);
+    for (int g = 0; g < num_groups; g++) {
+        TILE_LOAD(6, w + g * GROUP, WEIGHT_STRIDE);
+        TILE_LOAD(7, (const bf16 *)groups[g] + 2 * column, v_stride); TILE_DOT(0, 6, 7);
+    }
+    TILE_STORE(0, o, stride);
+}
+
+static void values_amx(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *groups, int num_groups,
+                       float *out) {
+    int v_dim = shape->v_dim, stride = shape->o_stride, column = 0;
+    if (num_rows > TILE_ROWS)
+        for (; column + 32 <= v_dim; column += 32) values_amx_2x2(weights, groups, num_groups, v_dim, column, out + column, stride);
+    else
+        for (; column + 64 <= v_dim; column += 64) values_amx_1x4(weights, groups, num_groups, v_dim, column, out + column, stride);
+    for (; column < v_dim; column += 16) {
+        values_amx_1x1(weights, groups, num_groups, v_dim, column, out + column, stride);
+        if (num_rows > TILE_ROWS)
+            values_amx_1x1(weights + TILE_ROWS * SPAN, groups, num_groups, v_dim, column, out + TILE_ROWS * stride + column, stride);
+    }
+}
+#endif
+
+void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, int num_groups,
+                 float *scores) {
+    if (shape->dtype == DTYPE_F32) {
+        scores_f32(shape, query, num_rows, groups, num_groups, scores);
+        return;
+    }
+#if HAVE_AMX
+    if (shape->dim % 16 == 0 && shape->v_dim % 16 == 0) {
+        scores_amx(shape, query, num_rows, groups, num_groups, scores);
+        return;
+    }
+#endif
+#if HAVE_AVX512_BF16
+    scores_avx512(shape, query, num_rows, groups, num_groups, scores);
+#else
+    scores_bf16(shape, query, num_rows, groups, num_groups, scores);
+#endif
+}
+
+void attn_values(const struct attn_shape *shape, const void *weights, int num_rows, const void *const *groups, int num_groups,
+                 float *out) {
+    if (shape->dtype == DTYPE_F32) {
+        values_f32(shape, weights, num_rows, groups, num_groups, out);
+        return;
+    }
+#if HAVE_AMX
+    if (shape->dim % 16 == 0 && shape->v_dim % 16 == 0) {
+        values_amx(shape, weights, num_rows, groups, num_groups, out);
+        return;
+    }
+#endif
+#if HAVE_AVX512_BF16
+    if (shape->v_dim % LANES == 0) {
+        values_avx512(shape, weights, num_rows, groups, num_groups, out);
+        return;
+    }
+#endif
+    values_bf16(shape, weights, num_rows, groups, num_groups, out);
+}

@@ -1,0 +1,74 @@
+"""The kernels' functions and structures as ctypes sees them. Field order mirrors ``attention.h``."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import ClassVar
+
+import torch
+
+from worker.engine.native.build import load_library
+
+_POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+GROUP = 16  # tokens in a group of the packed cache; block sizes are multiples of it
+
+
+class LayerStruct(ctypes.Structure):
+    """``struct attn_layer``: one layer's cache and the shape of its attention."""
+
+    _fields_: ClassVar = [
+        ("k_cache", _POINTER),
+        ("v_cache", _POINTER),
+        ("sinks", _POINTER),
+        ("dtype", _INT32),
+        ("num_heads", _INT32),
+        ("num_kv_heads", _INT32),
+        ("head_dim", _INT32),
+        ("v_dim", _INT32),
+        ("block_size", _INT32),
+        ("window", _INT32),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+    ]
+
+
+class BatchStruct(ctypes.Structure):
+    """``struct attn_batch``: the ragged batch of one step. Keeps no tensor alive."""
+
+    _fields_: ClassVar = [
+        ("query_start", _POINTER),
+        ("seq_lens", _POINTER),
+        ("block_tables", _POINTER),
+        ("slots", _POINTER),
+        ("table_stride", _INT64),
+        ("num_seqs", _INT32),
+        ("num_tokens", _INT32),
+    ]
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL | None:
+    """The library with its functions typed, or None where it cannot be had."""
+    lib = load_library()
+    return None if lib is None else typed(lib)
+
+
+def typed(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the arguments of the library's functions."""
+    layer, batch = ctypes.POINTER(LayerStruct), ctypes.POINTER(BatchStruct)
+    lib.headrace_isa.restype = ctypes.c_char_p
+    lib.headrace_workspace_bytes.argtypes = [layer, _INT32, _INT32, _INT32]
+    lib.headrace_workspace_bytes.restype = _INT64
+    lib.headrace_attend.argtypes = [layer, batch, *(_POINTER, _INT64) * 4, _INT32, _POINTER]
+    lib.headrace_attend.restype = None
+    return lib
+
+
+def aligned_bytes(size: int, alignment: int = 64) -> torch.Tensor:
+    """A uint8 tensor of ``size`` bytes whose first one is aligned."""
+    raw = torch.empty(size + alignment, dtype=torch.uint8)
+    start = -raw.data_ptr() % alignment
+    return raw[start : start + size]

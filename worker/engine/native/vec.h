@@ -1,0 +1,125 @@
+/* Sixteen floats at a time, in GCC's vector extension: one source for AVX-512, AVX2, NEON and plain C.
+ *
+ * Rules kept here: NaN in gives NaN out (a step that computed NaN must be seen, not hidden), and nothing
+ * depends on -ffast-math. bfloat16 is the upper half of a float; rounding is to nearest even.
+ */
+#ifndef HEADRACE_VEC_H
+#define HEADRACE_VEC_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define LOG2E 1.44269504088896340736f
+
+typedef uint16_t bf16;
+typedef float v16f __attribute__((vector_size(64)));
+typedef int32_t v16i __attribute__((vector_size(64)));
+typedef uint32_t v16u __attribute__((vector_size(64)));
+typedef uint16_t v16h __attribute__((vector_size(32)));
+
+static const v16i v_iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+static inline v16f v_load(const float *p) { v16f v; memcpy(&v, p, sizeof v); return v; }
+static inline void v_store(float *p, v16f v) { memcpy(p, &v, sizeof v); }
+static inline v16f v_set(float x) { return x - (v16f){0}; }
+static inline v16f v_select(v16i mask, v16f a, v16f b) { return (v16f)(((v16i)a & mask) | ((v16i)b & ~mask)); }
+
+/* The larger of a and b; where b is NaN, NaN. */
+static inline v16f v_max(v16f a, v16f b) {
+#ifdef __AVX512F__
+    return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return v_select(a > b, a, b);
+#endif
+}
+
+static inline float v_sum(v16f v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float s = 0;
+    for (int i = 0; i < LANES; i++) s += v[i];
+    return s;
+#endif
+}
+
+/* Largest lane; NaN lanes are ignored or returned, never made into a number (the exponentials show them). */
+static inline float v_hmax(v16f v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+#endif
+}
+
+static inline float f32_of_bf16(bf16 x) {
+    uint32_t u = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+static inline bf16 bf16_of_f32(float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    if (f != f) return (bf16)((u >> 16) | 0x40);
+    return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+static inline v16f v_load_bf16(const bf16 *p) {
+    v16h h;
+    memcpy(&h, p, sizeof h);
+    return (v16f)(__builtin_convertvector(h, v16u) << 16);
+}
+
+static inline void v_store_bf16(bf16 *p, v16f v) {
+#ifdef __AVX512BF16__
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(p, &h, sizeof h);
+#else
+    v16u u = (v16u)v;
+    v16u rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    v16u quiet = (u >> 16) | 0x40;
+    v16u nan = (v16u)(v != v);
+    v16h h = __builtin_convertvector((quiet & nan) | (rounded & ~nan), v16h);
+    memcpy(p, &h, sizeof h);
+#endif
+}
+
+/* 2**x for x <= 128, flushed to 0 below -126; relative error 3e-7 (a Taylor series of degree 6 on [-1/2, 1/2]). */
+static inline v16f v_exp2(v16f x) {
+    x = v_max(v_set(-150.0f), x);
+#ifdef __AVX512F__
+    v16f n = (v16f)_mm512_roundscale_ps((__m512)x, 0);
+#else
+    v16f n = (x + 12582912.0f) - 12582912.0f; /* 1.5 * 2**23: the addition rounds to an integer */
+#endif
+    v16f f = x - n;
+    v16f p = v_set(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+#ifdef __AVX512F__
+    return (v16f)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    v16i e = __builtin_convertvector(v_select(n == n, n, v_set(0)), v16i);
+    v16f scaled = (v16f)((v16i)p + (e << 23));
+    return v_select(e < -125, p * 0.0f, scaled); /* p * 0: still NaN where p is */
+#endif
+}
+
+static inline v16f v_sigmoid(v16f x) { return 1.0f / (1.0f + v_exp2(-v_max(v_set(-126.0f), LOG2E * x))); }
+static inline v16f v_tanh(v16f x) { return 2.0f * v_sigmoid(2.0f * x) - 1.0f; }
+
+#endif
