@@ -8,7 +8,7 @@ from worker.engine.scheduler import Scheduler
 
 
 def make_request(name: str, prompt: int, max_tokens: int) -> Request:
-    return Request(id=name, prompt_token_ids=list(range(prompt)), params=SamplingParams(), max_tokens=max_tokens)
+    return Request(id=name, prompt_token_ids=[ord(name)] * prompt, params=SamplingParams(), max_tokens=max_tokens)
 
 
 def run(scheduler: Scheduler) -> list[list[tuple[str, int, int]]]:

@@ -1,34 +1,141 @@
-"""The KV cache's blocks as numbers: which are free, which are used. Neither torch nor redis."""
+"""The KV cache's blocks as numbers: free, cached or used. Pure bookkeeping: neither torch nor redis.
+
+Fixed-size blocks and reference counts after PagedAttention (Kwon et al. 2023). A block is *used* while a request's
+block table holds it, *cached* while none does but its content may serve a later request with the same prefix, else
+*free*; ``free + cached + used == total`` at all times. Every operation is O(1) a block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from worker.engine.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """Hands out and takes back the ids ``0..num_blocks-1`` of fixed-size blocks (PagedAttention, Kwon et al. 2023).
+    """Hands out, shares and takes back the blocks ``0..num_blocks-1``.
+
+    A reference may be *pinned*: its holder was promised its blocks, so they cannot be had by preempting it.
 
     Args:
         num_blocks: blocks of the KV cache.
-        block_size: tokens in a block.
+        index: finds blocks by prefix; None caches nothing.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_pinned = 0
+        self._index = index
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._refs = [0] * num_blocks
+        self._pins = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
-    def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+    def num_cached(self) -> int:
+        return len(self._cached)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` positions."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free, and cached ones that nobody uses."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def ref_count(self, block_id: int) -> int:
+        """How many block tables hold the block."""
+        return self._refs[block_id]
+
+    def is_pinned(self, block_id: int) -> bool:
+        return self._pins[block_id] > 0
+
+    def allocate(self, count: int, *, pinned: bool) -> list[int] | None:
+        """Take ``count`` blocks of undefined content, free ones first; None where there are not that many."""
+        if count > len(self._free) + len(self._cached):
+            return None
+        block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block_id in block_ids:
+            self._refs[block_id] = 1
+            self._pins[block_id] = int(pinned)
+        self.num_pinned += count * pinned
+        return block_ids
+
+    def share(self, block_ids: Sequence[int], *, pinned: bool) -> None:
+        """Add a reference to each of these used or cached blocks."""
+        for block_id in block_ids:
+            if self._refs[block_id] == 0:
+                del self._cached[block_id]
+            self._refs[block_id] += 1
+        if pinned:
+            self.pin(block_ids)
+
+    def pin(self, block_ids: Iterable[int]) -> None:
+        """Turn one reference to each block into a pinned one."""
+        for block_id in block_ids:
+            assert self._pins[block_id] < self._refs[block_id], "pinned more often than held"
+            self.num_pinned += self._pins[block_id] == 0
+            self._pins[block_id] += 1
+
+    def release(self, block_ids: Sequence[int], *, pinned: bool) -> None:
+        """Drop a reference to each block of a table. Its end is the first to be evicted: a prefix is worth more than its tail."""
+        for block_id in reversed(block_ids):
+            assert self._refs[block_id] > 0, "released more often than held"
+            self._refs[block_id] -= 1
+            if pinned:
+                self._pins[block_id] -= 1
+                self.num_pinned -= self._pins[block_id] == 0
+            if self._refs[block_id] == 0:
+                self._retire(block_id)
+
+    def record(self, block_id: int, key: bytes, parent: int, content: bytes) -> int:
+        """Make a used block's computed content known to the prefix index; returns the prefix's node there."""
+        assert self._index is not None
+        node, loser = self._index.insert(block_id, key, parent, content)
+        if loser is not None and self._refs[loser] == 0:
+            del self._cached[loser]
+            self._free.append(loser)
+        return node
+
+    def _retire(self, block_id: int) -> None:
+        if self._index is not None and block_id in self._index:
+            self._cached[block_id] = None
+        else:
+            self._free.append(block_id)
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        assert self._index is not None
+        self._index.drop(block_id)
+        return block_id
+
+
+class CpuBlockPool:
+    """The blocks of CPU memory that preempted requests are swapped to.
+
+    A step copies out before it copies in, so a block that this step copies in is not written by the same step:
+    what is taken back becomes free only with `settle`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._leaving: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._leaving)
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that `allocate` can hand out in this step."""
+        return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` blocks; None where there are not that many."""
@@ -36,7 +143,12 @@ class BlockPool:
             return None
         return [self._free.pop() for _ in range(count)]
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Give blocks back."""
-        self._free.extend(reversed(block_ids))
-        assert len(self._free) <= self.num_blocks, "a block was released twice"
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Give blocks back, to be reused after the step that is being planned."""
+        self._leaving.extend(block_ids)
+
+    def settle(self) -> None:
+        """A new step begins: blocks released during the last one are free."""
+        self._free.extend(self._leaving)
+        self._leaving.clear()
+        assert len(self._free) <= self.num_blocks, "a CPU block was released twice"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Policy = Literal["continuous", "static"]
@@ -28,6 +30,7 @@ class EngineConfig:
         realtime_reserved: share of slots, blocks and tokens a step that the batch tier must leave, 0..1.
         batch_floor: share of slots and tokens a step that the batch tier keeps while realtime is busy, 0..1.
         batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).
+        source_weights: share of service of a ``source`` relative to the others of its tier; 1 where not named.
         max_wait_ms: with ``static``, how long a batch waits to fill.
         compile: fuse elementwise work through inductor where a compiler exists.
         seed: mixed into the noise of requests without a seed of their own.
@@ -49,6 +52,7 @@ class EngineConfig:
     realtime_reserved: float = 0.5
     batch_floor: float = 0.1
     batch_overcommit: float = 1.5
+    source_weights: Mapping[str, float] = field(default_factory=dict)
     max_wait_ms: float = 50.0
     compile: bool = False
     seed: int = 0
@@ -61,7 +65,11 @@ class EngineConfig:
         for name in ("realtime_reserved", "batch_floor"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1")
-        if self.batch_overcommit < 1.0:
-            raise ValueError("batch_overcommit must be at least 1")
+        if not 1.0 <= self.batch_overcommit < math.inf:
+            raise ValueError("batch_overcommit must be at least 1 and finite")
+        if not 0.0 <= self.max_wait_ms < math.inf:
+            raise ValueError("max_wait_ms must be at least 0 and finite")
+        if not all(0.0 < weight < math.inf for weight in self.source_weights.values()):
+            raise ValueError("source_weights must be greater than 0 and finite")
         if self.max_batch_tokens < self.max_batch_size:
             raise ValueError("max_batch_tokens must be at least max_batch_size, or a full batch could not decode in one step")

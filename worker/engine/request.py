@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from producer.keys import Tier
 from producer.sampling import SamplingParams
 from producer.wire import FinishReason, Kind, TokenLogprob
+
+if TYPE_CHECKING:
+    from worker.engine.fairness import SourceAccount
+
+UNKNOWN_TOKEN = -1  # last of the output: sampled, but not read from the device yet (an engine that plans a step ahead)
 
 
 class RequestStatus(enum.Enum):
@@ -50,6 +56,13 @@ class Request:
         score_start: kind ``score``: the position of the first token whose log-probability is summed into ``score``.
         pooled: kind ``embed``: the running pool of hidden states, the model runner's own.
         grammar: the state of a structured output, the sampler's own.
+        token_counts: what the penalties count, the sampler's own.
+        place: order within its tier: deadline, arrival, order of `Scheduler.add`. This and what follows are the scheduler's own.
+        max_blocks: blocks that ``max_total_tokens`` take.
+        pinned: promised all of its blocks, so never preempted.
+        block_keys: prefix key of each full block, as far as known.
+        num_indexed_blocks: how many leading blocks the prefix index knows; ``prefix_node`` names them there.
+        account: its source's service.
     """
 
     id: str
@@ -75,6 +88,14 @@ class Request:
     score: float = 0.0
     pooled: Any = None
     grammar: Any = None
+    token_counts: Any = None
+    place: tuple[float, int, int] = (math.inf, 0, 0)
+    max_blocks: int = 0
+    pinned: bool = False
+    block_keys: list[bytes] = field(default_factory=list)
+    num_indexed_blocks: int = 0
+    prefix_node: int = 0
+    account: SourceAccount | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -121,8 +142,7 @@ class Request:
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """Positions ``start .. start+num_tokens-1`` of one request, to be computed in this step."""
 
     request: Request

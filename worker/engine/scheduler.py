@@ -1,21 +1,32 @@
 """Decides what each step computes. Pure bookkeeping: neither torch nor redis.
 
 One rule: a request owes ``num_tokens - num_computed_tokens`` tokens, and a step has a token budget. Decodes
-(requests that owe exactly one) come first, then prefill chunks (Orca, Yu et al. 2022; Sarathi-Serve, Agrawal et al. 2024).
+(requests that owe exactly one) come first, so no prefill ever holds one up; then prefills in chunks, realtime
+before batch (Orca, Yu et al. 2022; Sarathi-Serve, Agrawal et al. 2024).
+
+Who enters the batch is decided in `admission`, who is next in `queues` and `fairness`, who is thrown out in
+`preemption`, and who holds which blocks in `block_manager`.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from producer.errors import ContextLengthExceeded
 from producer.keys import Tier
-from worker.engine.block_pool import BlockPool
+from worker.engine.admission import Admission, Step
+from worker.engine.block_manager import BlockManager
 from worker.engine.config import EngineConfig
+from worker.engine.preemption import Preemption, PreemptionCosts
+from worker.engine.prefix_index import PrefixIndex
+from worker.engine.queues import WaitingQueues
 from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
+from worker.engine.running import RunningSet
+
+LONG_PREFILL_STEPS = 4  # a prefill that would fill more steps than this shares its steps with others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +35,11 @@ class SchedulerStats:
 
     Attributes:
         free_blocks, cached_blocks, used_blocks, total_blocks: of the KV cache; the first three add up to the last.
-        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
-        recompute_preemptions, swap_preemptions: by kind.
-        wasted_slots: token slots in allocated blocks that hold nothing.
-        allocated_slots: token slots in allocated blocks.
+        used_cpu_blocks, total_cpu_blocks: of the memory that requests are swapped to.
+        prefix_queries, prefix_hits: tokens looked up in the prefix cache on first admission, and found there.
+        recompute_preemptions, swap_preemptions: preemptions by kind.
+        allocated_slots, wasted_slots: token slots in the block tables of running requests, and those that hold nothing.
+            A block counts once for every table; meant to be read between `Scheduler.advance` and `Scheduler.schedule`.
     """
 
     running_realtime: int = 0
@@ -38,16 +50,27 @@ class SchedulerStats:
     cached_blocks: int = 0
     used_blocks: int = 0
     total_blocks: int = 0
+    used_cpu_blocks: int = 0
+    total_cpu_blocks: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     recompute_preemptions: int = 0
     swap_preemptions: int = 0
-    wasted_slots: int = 0
     allocated_slots: int = 0
+    wasted_slots: int = 0
 
 
 class Scheduler:
-    """Owns the order of requests and the blocks of the KV cache; used by the engine's thread alone."""
+    """Owns the order of requests and the blocks of the KV cache; used by the engine's thread alone.
+
+    Args:
+        num_blocks: blocks of the KV cache.
+        num_cpu_blocks: blocks of CPU memory to swap to.
+        max_model_len: context limit in tokens, prompt and output together.
+        clock: monotonic seconds.
+        costs: of the two kinds of preemption.
+        index: the prefix index, for tests; None makes one where the configuration wants it.
+    """
 
     def __init__(
         self,
@@ -56,15 +79,23 @@ class Scheduler:
         num_cpu_blocks: int = 0,
         max_model_len: int = 2**31 - 1,
         clock: Callable[[], float] = time.monotonic,
+        costs: PreemptionCosts | None = None,
+        index: PrefixIndex | None = None,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        self.num_cpu_blocks = num_cpu_blocks
         self._clock = clock
-        self._pool = BlockPool(num_blocks, config.block_size)
-        self._waiting: deque[Request] = deque()
-        self._running: dict[Request, None] = {}
-        self._reserved_blocks = 0
+        self._block_size = config.block_size
+        if index is None and config.enable_prefix_caching:
+            index = PrefixIndex(config.block_size)
+        self._blocks = BlockManager(config.block_size, num_blocks, num_cpu_blocks, index)
+        self._running = RunningSet()
+        self._queues = WaitingQueues(config.source_weights, batch_blocks=int((1.0 - config.realtime_reserved) * num_blocks))
+        self._preemption = Preemption(self._blocks, self._running, self._queues, costs or PreemptionCosts())
+        self._admission = Admission(config, self._blocks, self._running, self._queues, self._preemption)
+        self._num_added = 0
+        self._num_steps = 0
+        self._filling_since_s = 0.0
 
     @property
     def num_running(self) -> int:
@@ -72,76 +103,117 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queues)
 
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self._running or self._waiting)
+        return bool(len(self._running) or len(self._queues))
 
     def add(self, request: Request) -> None:
-        """Take a request in. Raises `ContextLengthExceeded` where it can never fit."""
+        """Let a request wait for its first step. Raises `ContextLengthExceeded` where it can never fit."""
         self._check_fits(request)
-        self._waiting.append(request)
-
-    def schedule(self) -> StepPlan:
-        """Plan the next step; empty only where there is nothing to run. Changes no request's progress: see `advance`."""
-        plan = StepPlan()
-        budget = self.config.max_batch_tokens
-        for request in [r for r in self._running if r.num_owed_tokens == 1]:
-            budget -= self._plan_chunk(plan, request, budget)
-        for request in [r for r in self._running if r.num_owed_tokens > 1]:
-            budget -= self._plan_chunk(plan, request, budget)
-        while budget > 0 and self._admit():
-            budget -= self._plan_chunk(plan, next(reversed(self._running)), budget)
-        return plan
-
-    def advance(self, plan: StepPlan) -> None:
-        """The planned chunks (or these of them) were computed."""
-        for chunk in plan.chunks:
-            if chunk.request.status is RequestStatus.RUNNING:
-                chunk.request.num_computed_tokens = chunk.start + chunk.num_tokens
-
-    def finish(self, request: Request) -> None:
-        """End a request in whatever state it is, and take its blocks back."""
-        if request.status is RequestStatus.FINISHED:
-            return
-        if request.status is RequestStatus.RUNNING:
-            del self._running[request]
-            self._reserved_blocks -= self._pool.blocks_for(request.max_total_tokens)
-        else:
-            self._waiting.remove(request)
-        self._pool.release(request.block_ids)
-        request.block_ids = []
-        request.move_to(RequestStatus.FINISHED)
-        assert self.has_work() or self._pool.num_free == self._pool.num_blocks
+        if not len(self._queues):
+            self._filling_since_s = self._clock()
+        self._num_added += 1
+        request.place = (math.inf if request.deadline is None else request.deadline, request.arrival, self._num_added)
+        request.max_blocks = self._blocks.blocks_for(request.max_total_tokens)
+        self._queues.of(request).push(request)
+        self._admission.note_arrival(request)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Take in ``child``, another output of ``parent``'s prompt."""
-        assert child.prompt_token_ids == parent.prompt_token_ids
+        """Take in another output of the parent's prompt (``n`` > 1), which shares the prompt's full computed blocks.
+
+        The child computes the rest of the prompt itself, so no block is ever copied. Raises as `add` does.
+        """
+        assert child.prompt_token_ids == parent.prompt_token_ids, "a child has its parent's prompt"
         self.add(child)
+        self._blocks.fork(parent, child)
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step: at most one chunk a request, those of one token first.
+
+        Empty only where nothing waits or runs, or where a static batch is still being filled. No request's progress
+        changes before `advance`, so after a failed step the same is planned again. The copies of every plan
+        must be made, once.
+        """
+        self._blocks.cpu_pool.settle()
+        self._num_steps += 1
+        step = Step(self.config.max_batch_tokens)
+        prefills = self._plan_decodes(step)
+        if self.config.policy == "static":
+            self._plan_static(step, prefills)
+        else:
+            self._plan_continuous(step, prefills)
+        return self._close(step)
+
+    def advance(self, plan: StepPlan) -> None:
+        """The chunks of a plan, or of a part of one, were computed. Full blocks may from now on be shared."""
+        block_size, indexes, running = self._block_size, self._blocks.indexes, RequestStatus.RUNNING
+        for request, start, num_tokens, last in plan.chunks:
+            if request.status is not running:
+                continue
+            request.num_computed_tokens = end = start + num_tokens
+            if last and request.account is not None:
+                request.account.served += request.account.output_cost
+            if indexes and end // block_size > request.num_indexed_blocks:
+                self._blocks.index_full_blocks(request)
+
+    def finish(self, request: Request) -> None:
+        """End a request in whatever status it is, and take its blocks back. Does nothing to a finished one."""
+        was = request.status
+        if was is RequestStatus.FINISHED:
+            return
+        if was is RequestStatus.RUNNING:
+            self._running.remove(request)
+        self._blocks.release(request)
+        request.move_to(RequestStatus.FINISHED)
+        if was is not RequestStatus.RUNNING:
+            self._queues.of(request).note_finished(request, was)
+        self._admission.note_release()
+        if not self.has_work():
+            self._blocks.assert_idle()
+
+    def wait_s(self) -> float:
+        """How long, in seconds, `schedule` waits for a static batch to fill unless more requests arrive; else 0."""
+        num_blocks = self._queues.num_blocks("realtime") + self._queues.num_blocks("batch")
+        full = len(self._queues) >= self.config.max_batch_size or num_blocks >= self._blocks.pool.num_blocks
+        if self.config.policy != "static" or full or len(self._running) or not len(self._queues):
+            return 0.0
+        return max(0.0, self._filling_since_s + self.config.max_wait_ms / 1000.0 - self._clock())
 
     def room(self, tier: Tier) -> int:
-        """How many further requests of a tier are worth fetching now."""
-        del tier
-        return max(0, self.config.max_batch_size + 2 - self.num_running - self.num_waiting)
+        """How many further requests of a tier are worth fetching now.
+
+        Counts free slots and blocks as the tier may use them, and a few more that may wait, so that a slot which
+        becomes free is filled in the next step.
+        """
+        return self._admission.room(tier)
 
     def stats(self) -> SchedulerStats:
-        """Counts of this moment."""
-        slots = self._pool.num_used * self._pool.block_size
+        """Counts of this moment. O(running requests)."""
+        blocks, pool, cpu_pool = self._blocks, self._blocks.pool, self._blocks.cpu_pool
+        slots = sum(len(request.block_ids) for request in self._running) * self._block_size
         return SchedulerStats(
-            running_realtime=sum(r.tier == "realtime" for r in self._running),
-            running_batch=sum(r.tier == "batch" for r in self._running),
-            waiting_realtime=sum(r.tier == "realtime" for r in self._waiting),
-            waiting_batch=sum(r.tier == "batch" for r in self._waiting),
-            free_blocks=self._pool.num_free,
-            used_blocks=self._pool.num_used,
-            total_blocks=self._pool.num_blocks,
+            running_realtime=self._running.count["realtime"],
+            running_batch=self._running.count["batch"],
+            waiting_realtime=self._queues.count("realtime"),
+            waiting_batch=self._queues.count("batch"),
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            used_blocks=pool.num_used,
+            total_blocks=pool.num_blocks,
+            used_cpu_blocks=cpu_pool.num_blocks - cpu_pool.num_free,
+            total_cpu_blocks=cpu_pool.num_blocks,
+            prefix_queries=blocks.num_prefix_queries,
+            prefix_hits=blocks.num_prefix_hits,
+            recompute_preemptions=self._preemption.num_recomputes,
+            swap_preemptions=self._preemption.num_swaps,
             allocated_slots=slots,
-            wasted_slots=slots - sum(r.num_computed_tokens for r in self._running),
+            wasted_slots=slots - sum(request.num_computed_tokens for request in self._running),
         )
 
     def _check_fits(self, request: Request) -> None:
-        capacity = self._pool.num_blocks * self._pool.block_size
+        capacity = self._blocks.pool.num_blocks * self._block_size
         for needed, limit, what in (
             (request.num_prompt_tokens + request.max_tokens, self.max_model_len, "context"),
             (request.max_total_tokens, capacity, "KV cache"),
@@ -153,29 +225,117 @@ class Scheduler:
                 )
                 raise ContextLengthExceeded(message, request_id=request.id, field="max_tokens")
 
-    def _admit(self) -> bool:
-        if not self._waiting or len(self._running) >= self.config.max_batch_size:
-            return False
-        request = self._waiting[0]
-        reservation = self._pool.blocks_for(request.max_total_tokens)
-        if self._reserved_blocks + reservation > self._pool.num_blocks:
-            return False
-        self._waiting.popleft()
-        self._reserved_blocks += reservation
-        request.move_to(RequestStatus.RUNNING)
-        self._running[request] = None
-        return True
+    def _plan_decodes(self, step: Step) -> list[Request]:
+        """Plan every decode, making room for those that need a block; returns the running requests that owe more."""
+        block_size = self._block_size
+        decodes, growing, prefills = [], [], []
+        for request in self._running:
+            computed = request.num_computed_tokens
+            owed = len(request.prompt_token_ids) + len(request.output_token_ids) - computed
+            if owed == 1:
+                decodes.append(ScheduledChunk(request, computed, 1, True))
+                if computed == len(request.block_ids) * block_size:
+                    growing.append(request)
+            elif owed > 1:
+                prefills.append(request)
+        step.decodes = decodes
+        if growing:
+            self._grow_decodes(step, growing)
+        step.budget -= len(step.decodes)
+        return prefills
 
-    def _plan_chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
-        owed = request.num_owed_tokens
-        count = min(owed, budget)
+    def _grow_decodes(self, step: Step, growing: list[Request]) -> None:
+        while self._blocks.pool.num_available < len(growing):
+            reclaimed = self._blocks.drop_forked() or self._preemption.preempt_newest(step.plan, ())
+            assert reclaimed, "pinned requests were promised their blocks"
+            growing = [request for request in growing if request.status is RequestStatus.RUNNING]
+            step.decodes = [chunk for chunk in step.decodes if chunk.request.status is RequestStatus.RUNNING]
+        for request in growing:
+            self._blocks.grow(request, 1)
+
+    def _plan_continuous(self, step: Step, prefills: list[Request]) -> None:
+        """Realtime prefills first, less the batch tier's floor; then batch prefills, within their tier's share."""
+        quiet = self._admission.realtime_is_quiet
+        self._admission.pin_eldest_batch()
+        realtime = [request for request in prefills if request.tier == "realtime"]
+        batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
+        num_batch_decodes = self._running.count["batch"] - len(batch)
+        shares, left = self._admission.shares, step.budget
+        floor = shares.floor_tokens - num_batch_decodes if batch or self._admission.may_fill_floor(step) else 0
+        floor = max(0, min(floor, (left + self._num_steps % 2) // 2))
+        self._plan_prefills(step, realtime, self._admission.admit_realtime, left - floor)
+        share = left if quiet else max(shares.batch_tokens - num_batch_decodes, floor)
+        self._plan_prefills(step, batch, self._admission.admit_batch, min(step.budget, share))
+
+    def _plan_static(self, step: Step, prefills: list[Request]) -> None:
+        """Fill a batch when the last one has ended, then run its prefills in order; nobody enters meanwhile."""
+        if not len(self._running) and self.wait_s() == 0.0:
+            while (newcomer := self._admission.admit_static(step)) is not None:
+                prefills.append(newcomer)
+        for request in prefills:
+            self._plan_chunk(step, request, step.budget)
+
+    def _plan_prefills(self, step: Step, prefills: list[Request], admit: Callable[[Step], Request | None], budget: int) -> None:
+        """Share a budget among the prefills of one tier, running ones and newcomers.
+
+        Running prefills go on in order, then newcomers enter in theirs, as long as there is budget. Long ones (see
+        `LONG_PREFILL_STEPS`) leave half of the budget to the others, if these want it, and take turns.
+        """
+        end = step.budget - budget
+        long = [request for request in prefills if self._is_long(request)]
+        kept = budget // 2 if long else 0
+        for request in prefills:
+            if request not in long:
+                self._plan_chunk(step, request, step.budget - end - kept)
+        while step.budget - end > kept and (newcomer := admit(step)) is not None:
+            if self._is_long(newcomer):
+                long.append(newcomer)
+                kept = budget // 2
+            else:
+                self._plan_chunk(step, newcomer, step.budget - end - kept)
+        first = self._num_steps % len(long) if long else 0
+        for request in long[first:] + long[:first]:
+            self._plan_chunk(step, request, step.budget - end)
+
+    def _is_long(self, request: Request) -> bool:
+        return request.num_owed_tokens > LONG_PREFILL_STEPS * self.config.max_batch_tokens
+
+    def _plan_chunk(self, step: Step, request: Request, budget: int) -> None:
+        owed, start = request.num_owed_tokens, request.num_computed_tokens
+        count = self._make_room(step, request, min(owed, budget))
         if count <= 0:
+            return
+        step.budget -= count
+        step.in_flight.update(self._blocks.keys_completed_by(request, start + count))
+        chunks = step.decodes if count == 1 else step.prefills
+        chunks.append(ScheduledChunk(request, start, count, count == owed))
+
+    def _make_room(self, step: Step, request: Request, count: int) -> int:
+        """Give a request the blocks for ``count`` more tokens; returns for how many of them there was room.
+
+        Pinned requests and the eldest of the others get theirs by preempting; the rest make do with what is there.
+        """
+        if count <= 0 or request.status is not RequestStatus.RUNNING:
             return 0
-        start = request.num_computed_tokens
-        missing = self._pool.blocks_for(start + count) - len(request.block_ids)
-        if missing > 0:
-            blocks = self._pool.allocate(missing)
-            assert blocks is not None, "admission reserves every block a request can need"
-            request.block_ids.extend(blocks)
-        plan.chunks.append(ScheduledChunk(request, start, count, last=count == owed))
+        missing = self._blocks.missing(request, request.num_computed_tokens + count)
+        if missing <= 0:
+            return count
+        if missing > self._blocks.pool.num_available:
+            self._reclaim_for(step, request, missing)
+            missing = min(missing, self._blocks.pool.num_available)
+            count = min(count, (len(request.block_ids) + missing) * self._block_size - request.num_computed_tokens)
+        self._blocks.grow(request, missing)
         return count
+
+    def _reclaim_for(self, step: Step, request: Request, missing: int) -> None:
+        if request.pinned or request is self._running.eldest_unpinned(request.max_blocks):
+            enough = self._preemption.reclaim(missing, step.plan, {request, *step.swapped_in})
+            assert enough or not request.pinned, "pinned requests were promised their blocks"
+
+    def _close(self, step: Step) -> StepPlan:
+        self._admission.put_back(step)
+        chunks = step.decodes + step.prefills
+        if step.plan.preempted:  # some of them after they were planned
+            chunks = [chunk for chunk in chunks if chunk.request.status is RequestStatus.RUNNING]
+        step.plan.chunks = chunks
+        return step.plan

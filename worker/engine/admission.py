@@ -1,0 +1,285 @@
+"""Decides who enters the batch. Pure bookkeeping: neither torch nor redis.
+
+Realtime requests are pinned: admitted only where every block they can need is there or can be had by preempting.
+Batch requests take what is left, may promise `EngineConfig.batch_overcommit` times that, and give way to
+realtime down to the tier's floor. So that realtime cannot starve them, the eldest running batch request is pinned
+too, and realtime leaves room for that (`_batch_claim`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from producer.keys import Tier
+from worker.engine.block_manager import BlockManager, Prefix
+from worker.engine.config import EngineConfig
+from worker.engine.preemption import Preemption
+from worker.engine.queues import WaitingQueue, WaitingQueues
+from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
+from worker.engine.running import RunningSet
+
+MAX_PUT_ASIDE = 4  # requests a step that wait for a prefix in flight; bounds what looking past them costs
+WATERMARK = 0.01  # share of all blocks that stays available after a batch request is admitted
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the tiers are entitled to, out of slots, blocks and tokens a step.
+
+    Attributes:
+        batch_slots, batch_blocks, batch_tokens: what realtime's reservation leaves to the batch tier while realtime is busy.
+        floor_slots, floor_tokens: what the batch tier keeps; no slots mean that it may starve.
+    """
+
+    batch_slots: int
+    batch_blocks: int
+    batch_tokens: int
+    floor_slots: int
+    floor_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_blocks: int) -> Shares:
+        """The shares under a configuration. A batch of one leaves no slot to the floor."""
+        left, size, tokens = 1.0 - config.realtime_reserved, config.max_batch_size, config.max_batch_tokens
+        floor_slots = min(max(int(config.batch_floor * size), 1), size - 1) if config.batch_floor else 0
+        floor_tokens = max(int(config.batch_floor * tokens), 1) if floor_slots else 0
+        return cls(
+            batch_slots=max(int(left * size), floor_slots),
+            batch_blocks=int(left * num_blocks),
+            batch_tokens=max(int(left * tokens), floor_tokens),
+            floor_slots=floor_slots,
+            floor_tokens=floor_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Step:
+    """A step in the making.
+
+    Attributes:
+        budget: tokens left.
+        in_flight: prefix keys of the blocks that this step computes.
+        swapped_in: requests that this step swaps in; it does not swap them out again.
+        put_aside: waiting requests that wait for blocks in flight, until the next step.
+    """
+
+    budget: int
+    plan: StepPlan = field(default_factory=StepPlan)
+    decodes: list[ScheduledChunk] = field(default_factory=list)
+    prefills: list[ScheduledChunk] = field(default_factory=list)
+    in_flight: set[bytes] = field(default_factory=set)
+    swapped_in: set[Request] = field(default_factory=set)
+    put_aside: list[Request] = field(default_factory=list)
+
+
+class Admission:
+    """Moves requests from the waiting queues to the running set; knows every rule on who may."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        running: RunningSet,
+        queues: WaitingQueues,
+        preemption: Preemption,
+    ) -> None:
+        self.shares = Shares.of(config, blocks.pool.num_blocks)
+        self._max_batch_size = config.max_batch_size
+        self._overcommit = config.batch_overcommit
+        self._blocks = blocks
+        self._running = running
+        self._queues = queues
+        self._preemption = preemption
+        self._num_blocks = blocks.pool.num_blocks
+        self._watermark = math.ceil(WATERMARK * self._num_blocks)
+        self._batch_has_turn = False  # between realtime and batch requests so big that they exclude each other
+        self._refused: dict[WaitingQueue, tuple[Request, int]] = {}
+        self._epoch = 0
+        self._mean_blocks = 1.0
+
+    @property
+    def realtime_is_quiet(self) -> bool:
+        """No realtime request waits or runs: the batch tier may take everything."""
+        return not self._running.count["realtime"] and not len(self._queues.realtime)
+
+    def note_arrival(self, request: Request) -> None:
+        """Learn how many blocks a request needs, for `room`."""
+        self._mean_blocks += (request.max_blocks - self._mean_blocks) / 16
+
+    def note_release(self) -> None:
+        """Blocks or promises were given back: requests refused before are worth another look."""
+        self._epoch += 1
+
+    def admit_realtime(self, step: Step) -> Request | None:
+        """Admit the next realtime request if a slot and all of its blocks can be had; None where not."""
+        free_slots = self._max_batch_size - len(self._running) - self._unfilled_floor()
+        if free_slots <= 0 and self._running.count["batch"] <= self.shares.floor_slots:
+            return None
+        queue = self._queues.realtime
+        request = self._next(queue, step)
+        if request is None:
+            return None
+        prefix = self._blocks.lookup(request)
+        if not self._can_pin(request, prefix, self._batch_claim(request)):
+            self._refused[queue] = (request, self._epoch)
+            return None
+        if free_slots <= 0 and not self._preemption.preempt_newest(step.plan, step.swapped_in):
+            return None
+        self._batch_has_turn |= self._is_oversized(request)
+        return self._enter(queue, step, prefix, pinned=True)
+
+    def admit_batch(self, step: Step) -> Request | None:
+        """Admit the next batch request if it fits beside what realtime is entitled to; None where not.
+
+        A step that preempts admits none: it would be the one that was preempted.
+        """
+        if step.plan.preempted:
+            return None
+        if self._running.count["batch"] >= self._batch_slots() or len(self._running) >= self._max_batch_size:
+            return None
+        queue = self._queues.oversized if len(self._queues.oversized) and self.realtime_is_quiet else self._queues.batch
+        request = self._next(queue, step)
+        if request is None:
+            return None
+        prefix = self._blocks.lookup(request)
+        if not self._running.count["batch"] and self._may_pin_batch(request) and self._can_pin(request, prefix):
+            return self._enter(queue, step, prefix, pinned=True)
+        while not self._fits_unpinned(request, prefix):
+            if len(self._running) or not self._blocks.drop_forked():
+                self._refused[queue] = (request, self._epoch)
+                return None
+            prefix = self._blocks.lookup(request)
+        return self._enter(queue, step, prefix, pinned=False)
+
+    def admit_static(self, step: Step) -> Request | None:
+        """Admit the next request of any tier to a static batch, where all are pinned; None where it does not fit."""
+        queue = next((queue for queue in self._queues if len(queue)), None)
+        request = queue.peek() if queue is not None else None
+        if queue is None or request is None or len(self._running) >= self._max_batch_size:
+            return None
+        prefix = self._blocks.lookup(request)
+        return self._enter(queue, step, prefix, pinned=True) if self._can_pin(request, prefix) else None
+
+    def pin_eldest_batch(self) -> None:
+        """Pin the eldest running batch request, unless one is pinned, or it needs more than realtime leaves."""
+        if self._running.pinned_batch is not None:
+            return
+        eldest = self._running.eldest_unpinned(self.shares.batch_blocks)
+        if eldest is None or not self._may_pin_batch(eldest):
+            return
+        if self._blocks.num_committed + self._blocks.num_to_pin(eldest) <= self._num_blocks:
+            self._blocks.pin(eldest)
+            self._running.note_pinned(eldest)
+            self._note_batch_pinned()
+
+    def may_fill_floor(self, step: Step) -> bool:
+        """Whether a batch request that waits for the tier's floor may enter in this step."""
+        return not step.plan.preempted and self._unfilled_floor() > 0
+
+    def put_back(self, step: Step) -> None:
+        """Return to the queues those that were put aside in this step."""
+        for request in step.put_aside:
+            self._queues.of(request).push(request, lift=False)
+
+    def room(self, tier: Tier) -> int:
+        """How many further requests of a tier could be admitted soon; see `Scheduler.room`."""
+        waiting = self._queues.count(tier)
+        allowance = max(2, self._max_batch_size // 8)
+        if tier == "realtime":
+            slots = self._max_batch_size - self._running.count["realtime"] - self._batch_floor_in_use()
+            blocks = self._num_blocks - self._blocks.num_committed
+        else:
+            slots = min(self._batch_slots() - self._running.count["batch"], self._max_batch_size - len(self._running))
+            blocks = int(self._overcommit * (self._num_blocks - self._blocks.num_committed)) - self._blocks.num_promised
+            allowance = 0 if len(self._queues.realtime) else allowance
+        by_blocks = int((blocks - self._queues.num_blocks(tier)) / self._mean_blocks)
+        at_least = 1 if not waiting and slots > 0 else 0  # so that the next one's need is known
+        return max(at_least, min(slots + allowance - waiting, by_blocks))
+
+    def _next(self, queue: WaitingQueue, step: Step) -> Request | None:
+        """The head of a queue, past those whose next block is in flight; None if it was refused and nothing changed since."""
+        while (request := queue.peek()) is not None:
+            if self._refused.get(queue) == (request, self._epoch):
+                return None
+            if not self._blocks.awaits(request, step.in_flight):
+                return request
+            if len(step.put_aside) >= MAX_PUT_ASIDE:
+                return None
+            step.put_aside.append(queue.pop())
+        return None
+
+    def _enter(self, queue: WaitingQueue, step: Step, prefix: Prefix, *, pinned: bool) -> Request:
+        request = queue.pop()
+        if request.status is RequestStatus.WAITING:
+            self._charge_prompt(request, prefix)
+        elif request.status is RequestStatus.SWAPPED:
+            num_swapped_in = len(request.cpu_block_ids) - len(prefix.block_ids)
+            self._preemption.reclaim(num_swapped_in + prefix.num_idle, step.plan, step.swapped_in)
+            step.swapped_in.add(request)
+        step.plan.swap_in += self._blocks.admit(request, prefix, pinned=pinned)
+        request.move_to(RequestStatus.RUNNING)
+        self._running.add(request)
+        if request is self._running.pinned_batch:
+            self._note_batch_pinned()
+        return request
+
+    def _charge_prompt(self, request: Request, prefix: Prefix) -> None:
+        assert request.account is not None
+        num_uncached = request.num_prompt_tokens - len(prefix.block_ids) * self._blocks.block_size
+        request.account.served += request.account.prompt_cost * max(num_uncached, 0)
+
+    def _note_batch_pinned(self) -> None:
+        self._batch_has_turn = False
+        self.note_release()  # realtime need no longer leave room for it
+
+    def _can_pin(self, request: Request, prefix: Prefix, claim: int = 0) -> bool:
+        needed = request.max_blocks - len(prefix.block_ids) + prefix.num_unpinned
+        return self._blocks.num_committed + needed + claim <= self._num_blocks
+
+    def _fits_unpinned(self, request: Request, prefix: Prefix) -> bool:
+        """Whether what a batch request needs now is there, and what it may come to need is not promised too often.
+
+        One that was preempted before enters only where nothing is promised twice: else it might run out again.
+        """
+        blocks = self._blocks
+        spare = blocks.num_spare - prefix.num_idle - (self._watermark if len(self._running) else 0)
+        rest = request.max_blocks - len(prefix.block_ids)
+        if request.num_preemptions:
+            return spare - blocks.num_outstanding >= rest
+        capacity = self._num_blocks - blocks.num_committed
+        if not self.realtime_is_quiet:
+            capacity = min(capacity, self.shares.batch_blocks)
+        if blocks.num_promised + prefix.num_idle + rest > self._overcommit * capacity:
+            return False
+        return spare >= blocks.blocks_for(request.num_tokens) - len(prefix.block_ids)
+
+    def _batch_slots(self) -> int:
+        if self.realtime_is_quiet:
+            return self._max_batch_size
+        return self.shares.floor_slots if len(self._queues.realtime) else self.shares.batch_slots
+
+    def _unfilled_floor(self) -> int:
+        return max(0, min(self.shares.floor_slots - self._running.count["batch"], len(self._queues.batch)))
+
+    def _batch_floor_in_use(self) -> int:
+        return min(self.shares.floor_slots, self._running.count["batch"] + len(self._queues.batch))
+
+    def _batch_claim(self, request: Request) -> int:
+        """Blocks that a realtime request must leave, so that the eldest batch request can be pinned."""
+        if not self.shares.floor_slots or self._running.pinned_batch is not None:
+            return 0
+        if self._is_oversized(request) and not self._batch_has_turn:
+            return 0
+        eldest = self._running.eldest_unpinned(self.shares.batch_blocks) or self._queues.batch.peek()
+        return 0 if eldest is None else eldest.max_blocks
+
+    def _may_pin_batch(self, request: Request) -> bool:
+        if not self.shares.floor_slots or request.max_blocks > self.shares.batch_blocks:
+            return False
+        realtime = self._queues.realtime.peek()
+        return realtime is None or not self._is_oversized(realtime) or self._batch_has_turn
+
+    def _is_oversized(self, request: Request) -> bool:
+        """Whether a realtime request needs blocks that are the batch tier's share."""
+        return request.max_blocks > self._num_blocks - self.shares.batch_blocks

@@ -1,0 +1,143 @@
+"""Virtual token counters: which source is served next. Pure bookkeeping: neither torch nor redis.
+
+After "Fairness in Serving Large Language Models" (Sheng et al. 2024): every source has a counter of the service it
+got, and the one with the least is served next. Prompt tokens are charged on admission, output tokens as they come.
+A source that comes back is lifted to the least counter of those that wait, so that it cannot save up. Among
+sources that always wait, the gap in service is bounded by twice what one full batch holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import count
+
+from worker.engine.request import Request, RequestStatus
+
+PROMPT_TOKEN_COST = 1.0
+OUTPUT_TOKEN_COST = 2.0  # an output token takes a step of its own
+MAX_IDLE_SOURCES = 4096
+_COMPACT_ABOVE = 64
+
+
+class PlaceHeap:
+    """Requests in the order of `Request.place`. One that finishes is skipped when its turn comes (lazy deletion)."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[float, int, int], Request]] = []
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        return len(self._entries) - self._num_dead
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._entries, (request.place, request))
+
+    def peek(self) -> Request | None:
+        """The first request; None where there is none."""
+        while self._entries:
+            request = self._entries[0][1]
+            if request.status is not RequestStatus.FINISHED:
+                return request
+            heapq.heappop(self._entries)
+            self._num_dead -= 1
+        return None
+
+    def pop(self) -> Request:
+        """Take out what `peek` shows."""
+        return heapq.heappop(self._entries)[1]
+
+    def note_finished(self) -> None:
+        """One of these requests has just finished. Keeps the finished ones to a fraction, at O(1) each."""
+        self._num_dead += 1
+        if self._num_dead > _COMPACT_ABOVE and 2 * self._num_dead > len(self._entries):
+            self._entries = [entry for entry in self._entries if entry[1].status is not RequestStatus.FINISHED]
+            heapq.heapify(self._entries)
+            self._num_dead = 0
+
+
+class SourceAccount:
+    """One source's waiting requests and the service it got, in weighted tokens."""
+
+    __slots__ = ("active", "output_cost", "prompt_cost", "served", "source", "waiting")
+
+    def __init__(self, source: str, weight: float) -> None:
+        self.source = source
+        self.prompt_cost = PROMPT_TOKEN_COST / weight
+        self.output_cost = OUTPUT_TOKEN_COST / weight
+        self.served = 0.0
+        self.waiting = PlaceHeap()
+        self.active = False  # among those that `FairQueue` chooses from
+
+
+class FairQueue:
+    """Waiting requests of many sources: the least served source's first one is next. O(log n) an operation.
+
+    Args:
+        weights: share of service of a source relative to the others; 1 where not named.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._accounts: dict[str, SourceAccount] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()  # sources with nothing waiting, longest idle first
+        self._active: list[tuple[float, int, SourceAccount]] = []  # `served` may lag behind the account's
+        self._tie_break = count()
+        self._last_served = 0.0
+
+    def push(self, request: Request, *, lift: bool = True) -> None:
+        """Take a request in. ``lift`` unless it was only put aside for a moment."""
+        account = self._account(request.source)
+        request.account = account
+        if lift and not account.waiting:
+            account.served = max(account.served, self._least_served())
+        account.waiting.push(request)
+        if not account.active:
+            self._activate(account)
+
+    def peek(self) -> Request | None:
+        """The next request; None where nothing waits."""
+        account = self._next_account()
+        return None if account is None else account.waiting.peek()
+
+    def pop(self) -> Request:
+        """Take out what `peek` shows."""
+        account = self._next_account()
+        assert account is not None
+        return account.waiting.pop()
+
+    def _account(self, source: str) -> SourceAccount:
+        account = self._accounts.get(source)
+        if account is None:
+            account = self._accounts[source] = SourceAccount(source, self._weights.get(source, 1.0))
+        self._idle.pop(source, None)
+        return account
+
+    def _activate(self, account: SourceAccount) -> None:
+        account.active = True
+        heapq.heappush(self._active, (account.served, next(self._tie_break), account))
+
+    def _least_served(self) -> float:
+        account = self._next_account()
+        return self._last_served if account is None else account.served
+
+    def _next_account(self) -> SourceAccount | None:
+        while self._active:
+            served, tie_break, account = self._active[0]
+            if account.waiting.peek() is None:
+                self._deactivate(account)
+            elif account.served > served:
+                heapq.heapreplace(self._active, (account.served, tie_break, account))
+            else:
+                return account
+        return None
+
+    def _deactivate(self, account: SourceAccount) -> None:
+        heapq.heappop(self._active)
+        account.active = False
+        self._last_served = account.served
+        self._idle[account.source] = None
+        if len(self._idle) > MAX_IDLE_SOURCES:
+            forgotten, _ = self._idle.popitem(last=False)
+            del self._accounts[forgotten]

@@ -1,0 +1,60 @@
+"""The requests in the batch. Pure bookkeeping: neither torch nor redis."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from producer.keys import Tier
+from worker.engine.request import Request
+
+MAX_PREEMPTIONS = 3  # a request that was preempted so often is chosen only where no other is left
+
+
+class RunningSet:
+    """Running requests in the order of admission, counted by tier."""
+
+    def __init__(self) -> None:
+        self.count: dict[Tier, int] = {"realtime": 0, "batch": 0}
+        self.pinned_batch: Request | None = None  # the one batch request that keeps its tier from starving
+        self._requests: dict[Request, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request) -> None:
+        self._requests[request] = None
+        self.count[request.tier] += 1
+        if request.pinned and request.tier == "batch":
+            self.pinned_batch = request
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request]
+        self.count[request.tier] -= 1
+        if request is self.pinned_batch:
+            self.pinned_batch = None
+
+    def note_pinned(self, request: Request) -> None:
+        """A running batch request was pinned."""
+        self.pinned_batch = request
+
+    def eldest_unpinned(self, max_blocks: int) -> Request | None:
+        """The first in arrival of those that may be preempted and need at most ``max_blocks``."""
+        return min((request for request in self._unpinned(()) if request.max_blocks <= max_blocks), key=_arrival, default=None)
+
+    def victim(self, spared: Container[Request]) -> Request | None:
+        """Whom to preempt: the last in arrival, unless it was preempted too often. None where nobody may be."""
+        return max(self._unpinned(spared), key=_susceptibility, default=None)
+
+    def _unpinned(self, spared: Container[Request]) -> Iterator[Request]:
+        return (request for request in self._requests if not request.pinned and request not in spared)
+
+
+def _arrival(request: Request) -> tuple[int, int]:
+    return request.place[1:]
+
+
+def _susceptibility(request: Request) -> tuple[bool, int, int]:
+    return (request.num_preemptions < MAX_PREEMPTIONS, *request.place[1:])
