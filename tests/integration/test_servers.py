@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from producer.connection import connect
-from tests.servers import Server
+from tests.servers import KINDS, Server, binary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_server_is_on_this_machine(kind: str) -> None:
+    """A skip here says which servers the other tests do without."""
+    if kind != "valkey" and binary(kind) is None:
+        pytest.skip(f"no {kind} on this machine")
+    assert binary(kind) is not None
 
 
 def test_server_serves_over_tcp_and_unix_socket(any_server: Server) -> None:
