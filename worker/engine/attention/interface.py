@@ -1,0 +1,164 @@
+"""The attention function that transformers' models call, and the layers it knows.
+
+Registered under a name of ours in `transformers.AttentionInterface`; under that name no mask function is registered, so models
+build no mask (transformers' way for backends that need none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from worker.engine.attention.metadata import StepMetadata
+
+NAME = "headrace"
+_DISCOVERY = "headrace-discovery"
+
+
+class AttentionBackend(Protocol):
+    """Writes this step's K and V into the paged cache, then attends to it.
+
+    A query at position p sees the keys j of its own sequence with ``j <= p`` and, with a window, ``j > p - window``.
+
+    Args:
+        query: ``[T, Hq, D]``; key ``[T, Hkv, D]``; value ``[T, Hkv, Dv]``; tokens and heads may be strided.
+        k_cache: ``[num_blocks, Hkv, block_size, D]``; v_cache alike with ``Dv``. How a backend arranges the inside of one
+            (block, head) is its own affair; anyone may copy whole blocks.
+        scale: factor on the scores.
+        window: keys that a query sees, its own counted; None for all.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: ``[Hq]``, one more logit a head in the softmax's sum.
+
+    Returns:
+        ``[T, Hq, Dv]``.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: StepMetadata,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """One attention module's shapes and options, as its calls show them (`discover_layers`)."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """What the attention function finds beside its arguments while one step runs; ``caches`` holds each module's (K, V)."""
+
+    meta: StepMetadata
+    backend: AttentionBackend
+    caches: Mapping[nn.Module, tuple[Tensor, Tensor]]
+
+
+_context: PagedContext | None = None
+
+
+@contextmanager
+def paged_context(context: PagedContext) -> Iterator[None]:
+    """Set the context of the forward pass inside; one at a time in a process."""
+    global _context  # noqa: PLW0603 - models reach attention through a registry that carries no state of ours
+    assert _context is None, "two steps at once"
+    _context = context
+    try:
+        yield
+    finally:
+        _context = None
+
+
+def current_context() -> PagedContext:
+    """The context of the step that runs."""
+    assert _context is not None, "attention outside of a step"
+    return _context
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' signature: query ``[1, Hq, T, D]``, key ``[1, Hkv, T, D]``, value ``[1, Hkv, T, Dv]`` to ``[1, T, Hq, Dv]``."""
+    context = current_context()
+    assert attention_mask is None, "a mask was built for paged attention"
+    k_cache, v_cache = context.caches[module]
+    out = context.backend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        k_cache,
+        v_cache,
+        context.meta,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+@torch.inference_mode()
+def discover_layers(model: Any) -> dict[nn.Module, AttentionLayer]:
+    """The attention modules of a model in the order in which it calls them, found by running two tokens through it."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[nn.Module, AttentionLayer] = {}
+
+    def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any) -> tuple[Tensor, None]:
+        found[module] = AttentionLayer(
+            name=names[module],
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[3],
+            value_dim=value.shape[3],
+            scale=float(query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]),
+            window=options.get("sliding_window"),
+            softcap=options.get("softcap"),
+            has_sinks=options.get("s_aux") is not None,
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(_DISCOVERY, note)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    model.set_attn_implementation(_DISCOVERY)
+    try:
+        model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False)
+    finally:
+        model.set_attn_implementation(NAME)
+    return found
+
+
+AttentionInterface.register(NAME, paged_attention)

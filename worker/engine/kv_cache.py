@@ -1,0 +1,101 @@
+"""The paged KV cache: one pair of tensors an attention layer, and the CPU memory that blocks are swapped to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from producer.errors import ModelUnavailable
+from worker.engine.attention.interface import AttentionLayer
+from worker.engine.config import EngineConfig
+from worker.engine.request import StepPlan
+
+_CPU_DEFAULT_BYTES = 1 << 30
+_CPU_SHARE = 0.25  # of the memory that is free
+_GPU_SHARE = 0.9
+
+
+class KVCache:
+    """K and V of every layer: ``[num_blocks, num_kv_heads, block_size, head_dim]``, zeros at first.
+
+    Blocks are counted over all layers together: block 7 of a request is block 7 in every layer.
+
+    Args:
+        layers: in the order of the model's modules; their sizes may differ.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_cpu_blocks: int = 0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.num_cpu_blocks = num_cpu_blocks
+        self.layers: list[tuple[Tensor, Tensor]] = _allocate(layers, num_blocks, block_size, dtype, device)
+        self._cpu_layers: list[tuple[Tensor, Tensor]] = []
+        if num_cpu_blocks:
+            pinned = device.type == "cuda"
+            self._cpu_layers = _allocate(layers, num_cpu_blocks, block_size, dtype, torch.device("cpu"), pinned=pinned)
+
+    def copy_blocks(self, plan: StepPlan) -> None:
+        """Copy what a plan swaps out, then what it swaps in. Must be called once a plan, before its step."""
+        if plan.swap_out:
+            _copy(self.layers, self._cpu_layers, plan.swap_out)
+        if plan.swap_in:
+            _copy(self._cpu_layers, self.layers, plan.swap_in)
+
+
+def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers) * block_size * dtype.itemsize
+
+
+def choose_num_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device, max_model_len: int) -> int:
+    """How many blocks the configuration, or else the device's free memory, allows.
+
+    With neither ``num_blocks`` nor ``kv_memory_bytes``: on a CPU 1 GiB, less where that is over a quarter of the free memory; on a
+    GPU nine tenths of what is free now. Never more than ``max_batch_size`` requests of full context can use.
+    Raises `ModelUnavailable` where not even one block fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = config.kv_memory_bytes if config.kv_memory_bytes is not None else _default_bytes(device)
+    most = config.max_batch_size * -(-max_model_len // config.block_size)
+    num_blocks = min(budget // bytes_per_block, most)
+    if num_blocks < 1:
+        raise ModelUnavailable(f"{budget} bytes hold not one KV block of {bytes_per_block} bytes: give more kv_memory_bytes")
+    return num_blocks
+
+
+def _default_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _GPU_SHARE)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_CPU_DEFAULT_BYTES, int(free * _CPU_SHARE))
+
+
+def _allocate(
+    layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+) -> list[tuple[Tensor, Tensor]]:
+    def zeros(layer: AttentionLayer, dim: int) -> Tensor:
+        return torch.zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype, device=device, pin_memory=pinned)
+
+    return [(zeros(layer, layer.head_dim), zeros(layer, layer.value_dim)) for layer in layers]
+
+
+def _copy(sources: Sequence[tuple[Tensor, Tensor]], targets: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy (source block, target block) pairs in every layer."""
+    if not pairs:
+        return
+    from_blocks, to_blocks = torch.tensor(pairs).unbind(1)
+    for source_pair, target_pair in zip(sources, targets, strict=True):
+        for source, target in zip(source_pair, target_pair, strict=True):
+            target[to_blocks.to(target.device)] = source[from_blocks.to(source.device)].to(target.device)

