@@ -10,12 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from producer.sampling import SamplingParams
 
 MASS_BITS = 40  # a probability weight w <= 1 is the integer w * 2**40; a vocabulary of 2**22 tokens still fits in int64
-_SORTED_TOKENS = (64, 1024)  # how many of the likeliest tokens are sorted, before the whole vocabulary is
+_SORTED_TOKENS = (64, 1024)  # how many of the likeliest tokens are looked at, before the whole vocabulary is
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class SampledRows:
 
     def total_mass(self) -> torch.Tensor:
         """[rows] int64: the mass of the whole row."""
-        scaled = self.logits.sub(self.top[:, None]).div_(self.temperature[:, None])
+        scaled = self.logits
+        if any(params.temperature != 1.0 for params in self.params):
+            scaled = scaled.sub(self.top[:, None]).div_(self.temperature[:, None])
         likeliest = torch.softmax(scaled, dim=-1).amax(-1).to(torch.float64)  # softmax reduces each row by itself
         return (2.0**MASS_BITS / likeliest).to(torch.int64)
 
@@ -89,7 +92,7 @@ def _min_p_floors(rows: SampledRows) -> torch.Tensor:
 def _sorted_floors(rows: SampledRows, floor: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Floors out of the ``size`` likeliest tokens of each row, and [rows] bool: whether they sufficed."""
     vocab = rows.logits.shape[1]
-    values = rows.logits.topk(size, dim=-1).values if size < vocab else rows.logits.sort(dim=-1, descending=True).values
+    values = _greatest(rows.logits, size)
     top_k = [min(params.top_k, vocab) if params.top_k > 0 else vocab for params in rows.params]
     ranks = torch.arange(size, device=values.device)
     allowed = (ranks < rows.column(top_k, torch.int64)) & (values >= floor[:, None])
@@ -106,3 +109,11 @@ def _sorted_floors(rows: SampledRows, floor: torch.Tensor, size: int) -> tuple[t
     known = seen_all | (unfiltered & ~kept[:, -1])
     last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
     return values.gather(-1, last)[:, 0], known
+
+
+def _greatest(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """[rows, size]: the greatest values of each row, descending."""
+    if size <= _SORTED_TOKENS[0] or logits.device.type != "cpu":
+        return logits.topk(size, dim=-1).values
+    ascending = np.sort(logits.numpy(), axis=-1)  # vectorised: faster than torch's selection of some hundreds
+    return torch.from_numpy(ascending[:, : -size - 1 : -1].copy())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from producer.sampling import MAX_LOGPROBS, SamplingParams
+from producer.sampling import MAX_LOGPROBS
 from producer.wire import TokenLogprob
 from worker.engine.filters import MASS_BITS, SampledRows, as_mass, floors
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
@@ -19,7 +19,7 @@ from worker.engine.penalties import adjust_logits, adjusts
 from worker.engine.request import Request, Sampled
 
 MIN_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as at 0
-_HEAD_NATS = 8.0  # without a filter, tokens within this of the likeliest are drawn one by one, the others as one tail
+HEAD_NATS = 10.0  # without a filter, tokens within this of the likeliest are drawn one by one, the others as one tail
 FAILED = Sampled(error_code="BATCH_FAILED")
 
 
@@ -41,75 +41,78 @@ class Sampler:
         top, likeliest = logits.max(dim=-1)  # a NaN is greater than all, so the maximum tells of every bad value
         good = torch.isfinite(top).tolist()
         token_ids: list[int] = likeliest.tolist()
-        others = [row for row, request in enumerate(requests) if good[row] and not _plainly_greedy(request)]
-        if others:
-            selected = _select(logits, others)
-            for row, token in zip(others, _choose(selected, [requests[row] for row in others]), strict=True):
-                token_ids[row] = token
-        wanted = [row for row, request in enumerate(requests) if good[row] and request.params.logprobs is not None]
-        logprobs = _logprobs(_select(logits, wanted), [(requests[row], token_ids[row]) for row in wanted]) if wanted else []
-        by_row = dict(zip(wanted, logprobs, strict=True))
-        return [Sampled(token, by_row.get(row)) if good[row] else FAILED for row, token in enumerate(token_ids)]
+        adjusted = [row for row, request in enumerate(requests) if good[row] and _adjusted(request)]
+        if adjusted:
+            _put(token_ids, adjusted, _choose_adjusted(_select(logits, adjusted), [requests[row] for row in adjusted]))
+        drawn = [row for row, request in enumerate(requests) if good[row] and not (_greedy(request) or _adjusted(request))]
+        if drawn:
+            _put(token_ids, drawn, _draw(_select(logits, drawn), _select(top, drawn), [requests[row] for row in drawn]))
+        logprobs = _logprobs_by_row(logits, requests, [token if good[row] else None for row, token in enumerate(token_ids)])
+        return [Sampled(token, logprobs.get(row)) if good[row] else FAILED for row, token in enumerate(token_ids)]
 
 
-def _greedy(params: SamplingParams) -> bool:
-    return params.temperature < MIN_TEMPERATURE
+def _greedy(request: Request) -> bool:
+    return request.params.temperature < MIN_TEMPERATURE
 
 
-def _plainly_greedy(request: Request) -> bool:
-    return _greedy(request.params) and request.grammar is None and not adjusts(request)
+def _adjusted(request: Request) -> bool:
+    return request.grammar is not None or adjusts(request)
 
 
-def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """These rows as float32; the logits themselves where that is all of them."""
-    if len(rows) < logits.shape[0]:
-        logits = logits[torch.tensor(rows, device=logits.device)]
-    return logits.float()
+def _select(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """These rows as float32; the values themselves where that is all of them."""
+    if len(rows) < values.shape[0]:
+        values = values[torch.tensor(rows, device=values.device)]
+    return values.float()
 
 
-def _choose(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    if any(adjusts(request) for request in requests):
-        logits = logits.clone()
-        adjust_logits(logits, requests)
+def _put(token_ids: list[int], rows: Sequence[int], chosen: Sequence[int]) -> None:
+    for row, token_id in zip(rows, chosen, strict=True):
+        token_ids[row] = token_id
+
+
+def _choose_adjusted(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """Choose, greedily or not, from adjusted logits; ``logits`` [rows, vocab] float32."""
+    logits = logits.clone()
+    adjust_logits(logits, requests)
     top, likeliest = logits.max(dim=-1)
     token_ids: list[int] = likeliest.tolist()
-    drawn = [row for row, request in enumerate(requests) if not _greedy(request.params)]
+    drawn = [row for row, request in enumerate(requests) if not _greedy(request)]
     if drawn:
-        params = [requests[row].params for row in drawn]
-        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
-        index = torch.tensor(drawn, device=logits.device)
-        rows = SampledRows(_select(logits, drawn), top[index], temperature, params)
-        keys = torch.tensor([row_key(requests[row].seed, requests[row].num_tokens) for row in drawn], device=logits.device)
-        for row, token in zip(drawn, _draw(rows, keys), strict=True):
-            token_ids[row] = token
+        _put(token_ids, drawn, _draw(_select(logits, drawn), _select(top, drawn), [requests[row] for row in drawn]))
     return token_ids
 
 
-def _draw(rows: SampledRows, keys: torch.Tensor) -> list[int]:
+def _draw(logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     """Draw a token a row from the softmax over the tokens that the filters leave.
 
     Where no filter is on, the unlikely tokens compete as one: the greatest of their noisy logits is itself a Gumbel
     variable at the logarithm of their mass. Only where it wins, one of them is drawn. So noise is made for few tokens.
     """
+    params = [request.params for request in requests]
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
+    rows = SampledRows(logits, top, temperature, params)
+    keys = torch.tensor([row_key(request.seed, request.num_tokens) for request in requests], device=logits.device)
     floor = floors(rows)
-    unfiltered = [row for row, params in enumerate(rows.params) if params.top_p == 1.0 and params.top_k <= 0 and params.min_p == 0.0]
-    if unfiltered:
-        index = torch.tensor(unfiltered, device=floor.device)
-        floor[index] = rows.top[index] - _HEAD_NATS * rows.temperature[index]
-    allowed = rows.logits >= floor[:, None]
+    unfiltered = [row for row, p in enumerate(params) if p.top_p == 1.0 and p.top_k <= 0 and p.min_p == 0.0]
+    index = torch.tensor(unfiltered, dtype=torch.int64, device=logits.device)
+    floor[index] = top[index] - HEAD_NATS * temperature[index]
+    allowed = logits >= floor[:, None]
     token_ids, best, mass = _gumbel_max(rows, keys, allowed)
     if unfiltered:
         tail = (rows.select(unfiltered).total_mass() - mass[index]).clamp_(min=0)
         tail_best = (tail.double() * 2.0**-MASS_BITS).log().float() + gumbel(keys[index], torch.full_like(index, TAIL_TOKEN))
-        for row in index[tail_best > best[index]].tolist():
-            token_ids[row] = _draw_unlikely(rows.select([row]), keys[row : row + 1], ~allowed[row : row + 1], token_ids[row])
+        won = index[tail_best > best[index]].tolist()
+        if won:
+            _put(token_ids, won, _draw_unlikely(rows.select(won), keys[won], ~allowed[won], [token_ids[row] for row in won]))
     return token_ids
 
 
-def _draw_unlikely(row: SampledRows, key: torch.Tensor, allowed: torch.Tensor, otherwise: int) -> int:
-    """One of the tail's tokens; ``otherwise`` where every one of them is impossible (rounding gave the tail its mass)."""
-    (token_id,), best, _ = _gumbel_max(row, key, allowed)
-    return token_id if bool(best[0] > -torch.inf) else otherwise
+def _draw_unlikely(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor, otherwise: Sequence[int]) -> list[int]:
+    """One of the tail's tokens a row; ``otherwise`` where all of them are impossible (rounding gave the tail its mass)."""
+    token_ids, best, _ = _gumbel_max(rows, keys, allowed)
+    possible = (best > -torch.inf).tolist()
+    return [token_ids[row] if possible[row] else otherwise[row] for row in range(len(otherwise))]
 
 
 def _gumbel_max(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -119,14 +122,23 @@ def _gumbel_max(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor) ->
         token ids; [rows] float32, the winners' noisy logits; [rows] int64, the mass of the allowed tokens.
     """
     row, token = allowed.nonzero(as_tuple=True)
-    logit = (rows.logits[row, token] - rows.top[row]) / rows.temperature[row]
+    logit = (rows.logits[allowed] - rows.top[row]) / rows.temperature[row]
     noisy = logit + gumbel(keys[row], token)
     best = torch.full_like(rows.top, -torch.inf).scatter_reduce_(0, row, noisy, "amax")
-    winners = (noisy == best[row]).nonzero()[:, 0]
-    chosen = torch.full_like(row[:1], rows.logits.shape[1]).repeat(len(rows.params))
+    winners = noisy == best[row]
+    chosen = torch.full((len(rows.params),), rows.logits.shape[1], device=row.device)
     chosen.scatter_reduce_(0, row[winners], token[winners], "amin")
     mass = torch.zeros_like(chosen).scatter_add_(0, row, as_mass(logit.exp()))
     return chosen.tolist(), best, mass
+
+
+def _logprobs_by_row(logits: torch.Tensor, requests: Sequence[Request], token_ids: Sequence[int | None]) -> dict[int, TokenLogprob]:
+    """The log-probabilities of the rows that want them; ``token_ids``: what was chosen, None where nothing could be."""
+    wanted = {row: token for row, token in enumerate(token_ids) if token is not None and requests[row].params.logprobs is not None}
+    if not wanted:
+        return {}
+    chosen = [(requests[row], token) for row, token in wanted.items()]
+    return dict(zip(wanted, _logprobs(_select(logits, list(wanted)), chosen), strict=True))
 
 
 def _logprobs(logits: torch.Tensor, chosen: Sequence[tuple[Request, int]]) -> list[TokenLogprob]:
