@@ -7,6 +7,8 @@ the scores alone would not do).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
@@ -61,7 +63,7 @@ def _groups(meta: StepMetadata, k_cache: Tensor) -> list[tuple[slice, slice]]:
         row_elements = max(1, meta.max_seq_len * k_cache.shape[1] * k_cache.shape[3])
         most = max(1, _GATHERED_ELEMENTS // row_elements)
         bounds = [*range(0, meta.num_decodes, most), *range(meta.num_decodes, len(starts))]
-        groups = [(slice(a, b), slice(starts[a], starts[b])) for a, b in zip(bounds, bounds[1:], strict=False) if starts[a] < starts[b]]
+        groups = [(slice(a, b), slice(starts[a], starts[b])) for a, b in pairwise(bounds) if starts[a] < starts[b]]
         meta.scratch["groups"] = groups
     return groups
 
