@@ -1,0 +1,131 @@
+"""From a worker's options to its exit code: logging, signals, health pages, the step log, the worker itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import structlog
+
+from producer.connection import connect
+from worker.config import WorkerConfig
+from worker.engine_api import EngineLike, StepSample
+from worker.health import Finding, HealthServer
+from worker.metrics import WorkerMetrics
+from worker.worker import Worker
+
+_PING_TIMEOUT_S = 1.0  # of the readiness check; a probe waits for it
+
+
+def serve(*, metrics_port: int | None, step_log: Path | None, log_level: str, log_format: str, **options: Any) -> int:
+    """Run a worker until it is told to stop; returns the process's exit code.
+
+    Args:
+        metrics_port: of ``/metrics``, ``/healthz`` and ``/readyz``; None serves none.
+        step_log: file that gets a JSON line a step.
+        options: the fields of `WorkerConfig` and `EngineConfig`; None takes the default.
+    """
+    from worker.engine.config import EngineConfig
+
+    configure_logging(log_level, log_format)
+    config = WorkerConfig(**_fields_of(WorkerConfig, options))
+    engine_config = EngineConfig(**_fields_of(EngineConfig, options))
+
+    def load_engine() -> EngineLike:
+        from worker.engine.engine import Engine
+
+        return Engine(engine_config)
+
+    metrics = WorkerMetrics(config.name)
+    with ExitStack() as stack:
+        log = stack.enter_context(StepLog.opened(step_log)) if step_log is not None else None
+        worker = Worker(config, load_engine, metrics, on_step=log.write if log is not None else None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _stopper(worker))
+        if metrics_port is not None:
+            stack.enter_context(_health_pages(worker, metrics, metrics_port))
+        return worker.run()
+
+
+class StepLog:
+    """A JSON line a step: when it ended (Unix time), how long it took, how long the device had idled before it, and its size."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path) -> Iterator[StepLog]:
+        with path.open("w") as file:
+            yield cls(file)
+
+    def write(self, step: StepSample) -> None:
+        line = {
+            "time_s": round(time.time(), 4),
+            "step_ms": round(1000 * step.seconds, 3),
+            "idle_ms": round(1000 * step.idle_seconds, 3),
+            "batch_size": step.batch_size,
+            "num_tokens": step.num_tokens,
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+
+def configure_logging(level: str, form: str) -> None:
+    """Log to stderr, a line an event: JSON for machines, or for a person at a console."""
+    renderer: Any = structlog.dev.ConsoleRenderer() if form == "console" else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _stopper(worker: Worker) -> Any:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        worker.request_stop()
+
+    return stop
+
+
+@contextmanager
+def _health_pages(worker: Worker, metrics: WorkerMetrics, port: int) -> Iterator[None]:
+    client = connect(worker.config.redis_url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S)
+
+    def serving() -> Finding:
+        return Finding(worker.state == "running", worker.state)
+
+    def redis_reachable() -> Finding:
+        return Finding(bool(client.ping()), "answers")
+
+    server = HealthServer(
+        metrics.registry,
+        alive={"engine": worker.loop.progress.check},
+        ready={"engine": worker.loop.progress.check, "worker": serving, "redis": redis_reachable},
+        port=port,
+    )
+    server.start()
+    try:
+        yield
+    finally:
+        server.close()
+        client.close()
+
+
+def _fields_of(config: type, options: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: options[field.name] for field in fields(config) if options.get(field.name) is not None}
