@@ -137,10 +137,12 @@ async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
     try:
         async with asyncio.timeout(batch.limit_s) as limit:
             await connection.send_packed_command(connection.pack_commands(batch.commands))
-            replies = []
-            for _ in batch.commands:
-                replies.append(await _read(connection))
-                limit.reschedule(None)
+            # The first reply may be long in coming, whatever the socket's timeout; ours is due before redis-py's, which would
+            # return None and leave the connection in use.
+            replies = [await _read(connection, timeout=batch.limit_s + 1.0)]
+            limit.reschedule(None)
+            for _ in batch.commands[1:]:
+                replies.append(await _read(connection))  # noqa: PERF401 - in order, one at a time
         if any(isinstance(reply, ReadOnlyError) for reply in replies):
             await connection.disconnect()  # this server has become a replica: look for the master again
         return replies
@@ -154,8 +156,8 @@ async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
         await pool.release(connection)
 
 
-async def _read(connection: Any) -> Any:
+async def _read(connection: Any, **options: float) -> Any:
     try:
-        return await connection.read_response()
+        return await connection.read_response(**options)
     except ResponseError as error:
         return error

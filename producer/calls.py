@@ -211,7 +211,8 @@ class Wait:
         return self._fold.feed(parse_entries(reply))
 
     def _blocking_read(self) -> Batch:
-        block_s = min(BLOCK_S, self._patience.remaining_s())
+        """Behind trouble it does not block: `_look` is due, for Redis may have come back without the request."""
+        block_s = 0.0 if self._patience.troubled else min(BLOCK_S, self._patience.remaining_s())
         return Batch((self._read("BLOCK", max(1, int(block_s * 1000))),), block_s + GRACE_S)
 
     def _read(self, *options: Argument) -> tuple[Argument, ...]:

@@ -27,8 +27,6 @@ class Client(ClientCore):
     Threads share it freely; a forked child opens connections of its own. Every call may raise `RedisUnavailable`.
     """
 
-    _connected: tuple[int, redis.Redis] | None = None
-
     def submit_and_wait(self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]) -> Result:
         """Run one request and return its result.
 
@@ -73,17 +71,17 @@ class Client(ClientCore):
     @property
     def redis(self) -> redis.Redis:
         """The redis-py client below, for commands of the caller's own."""
+        # Of several threads that come first one's client is kept, and the others' were never used. A forked child takes none
+        # over: a lock of the pool may have been held by a thread that was not forked along.
         pid = os.getpid()
-        if self._connected is None or self._connected[0] != pid:
-            # A child takes nothing over: a lock of the pool may have been held by a thread that was not forked along.
-            self._connected = (pid, connect(self._url))
-        return self._connected[1]
+        client: redis.Redis = self._by_process.get(pid) or self._by_process.setdefault(pid, connect(self._url))
+        return client
 
     def close(self) -> None:
         """Close all connections; the client connects anew if it is used again."""
-        connected, self._connected = self._connected, None
-        if connected is not None and connected[0] == os.getpid():
-            connected[1].close()
+        connected = self._by_process.pop(os.getpid(), None)
+        if connected is not None:
+            connected.close()
 
     def __enter__(self) -> Client:
         return self

@@ -55,6 +55,7 @@ class ClientCore:
         self._encoding = encoding
         self._max_queue_depth = max_queue_depth if max_queue_depth is None else validate.integer("max_queue_depth", max_queue_depth, 1)
         self._patience_s = validate.number("patience_s", patience_s, 0.0)
+        self._by_process: dict[int, Any] = {}  # connections, by process id
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact(self._url)!r}, queue={self.queue!r})"

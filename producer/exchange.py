@@ -60,6 +60,11 @@ class Patience:
         """Seconds left, never negative; infinite without a timeout."""
         return max(0.0, self._deadline_s - time.monotonic())
 
+    @property
+    def troubled(self) -> bool:
+        """Whether Redis has not answered since its last trouble."""
+        return self._trouble_since_s is not None
+
     def pause(self, error: RedisError) -> Pause:
         """How long to pause before the next try.
 
