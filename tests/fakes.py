@@ -95,6 +95,7 @@ class FakeEngine:
     model_name = "fake"
     device_name = "cpu"
     dtype_name = "float32"
+    last_step = None
 
     def __init__(self, *, max_batch_size: int = 100, step_s: float = 0.0, trace: Path | None = None) -> None:
         self.inputs = FakeInputs()
@@ -102,7 +103,8 @@ class FakeEngine:
         self._max_batch_size = max_batch_size
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._trace = trace.open("a", buffering=1) if trace is not None else None
+        self._ended: list[StepOutput] = []
+        self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if trace is not None else None
 
     def make_detokenizer(self, request: Request) -> FakeDetokenizer:
         return FakeDetokenizer(request.params)
@@ -111,14 +113,17 @@ class FakeEngine:
         assert all(other.id != request.id for other in self._waiting + self._running), "an id is in the engine once"
         if request.num_prompt_tokens + request.max_tokens > MAX_MODEL_LEN:
             raise ContextLengthExceeded(f"max_tokens must leave room in the context of {MAX_MODEL_LEN} tokens", field="max_tokens")
-        self._waiting.append(request)
+        if len(request.output_token_ids) >= request.max_tokens:
+            self._ended.append(StepOutput(request, len(request.output_token_ids), [], finish_reason="length"))
+        else:
+            self._waiting.append(request)
 
     def abort(self, request_id: str) -> None:
         self._waiting = [request for request in self._waiting if request.id != request_id]
         self._running = [request for request in self._running if request.id != request_id]
 
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running or self._ended)
 
     def room(self, tier: Tier) -> int:
         del tier
@@ -143,8 +148,9 @@ class FakeEngine:
         outputs = [self._advance(request) for request in self._running]
         self._running = [output.request for output in outputs if not output.finished]
         if self._trace is not None:
-            self._trace.write("".join(f"{output.request.id} {output.index}\n" for output in outputs))
-        return outputs
+            os.write(self._trace, "".join(f"{output.request.id} {output.index}\n" for output in outputs).encode())
+        ended, self._ended = self._ended, []
+        return ended + outputs
 
     def _advance(self, request: Request) -> StepOutput:
         self._misbehave(request)

@@ -20,8 +20,7 @@ def result_of(active: ActiveRequest, finish_reason: FinishReason, stop_reason: s
     assert request is not None, "it ran"
     assert transcript is not None, "it ran"
     assert start is not None, "it ran"
-    assert active.first_token_s is not None, "a step yields a token"
-    assert active.last_token_s is not None, "a step yields a token"
+    now_s = time.monotonic()  # one that had all its tokens when it was resumed got none here
     return Result(
         id=active.id,
         text=transcript.text,
@@ -31,8 +30,8 @@ def result_of(active: ActiveRequest, finish_reason: FinishReason, stop_reason: s
         usage=Usage(request.num_prompt_tokens, len(transcript.token_ids), request.num_cached_tokens),
         timings=Timings(
             queue_ms=start.since_enqueued_ms(start.begun_s),
-            ttft_ms=start.since_enqueued_ms(active.first_token_s),
-            total_ms=start.since_enqueued_ms(active.last_token_s),
+            ttft_ms=start.since_enqueued_ms(active.first_token_s or now_s),
+            total_ms=start.since_enqueued_ms(active.last_token_s or now_s),
         ),
         attempt=active.delivery.attempt,
         worker=worker,

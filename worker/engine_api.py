@@ -22,6 +22,19 @@ class TextDelta(Protocol):
     def num_tokens_kept(self) -> int: ...
 
 
+class StepSample(Protocol):
+    """One step in figures: see `worker.engine.engine`."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def idle_seconds(self) -> float: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
 class Detokenizer(Protocol):
     """One request's incremental text; used by one thread at a time."""
 
@@ -45,6 +58,11 @@ class EngineLike(Protocol):
     def device_name(self) -> str: ...
     @property
     def dtype_name(self) -> str: ...
+    @property
+    def last_step(self) -> StepSample | None:
+        """The last step that computed anything."""
+        ...
+
     @property
     def inputs(self) -> InputProcessor: ...
 

@@ -12,7 +12,7 @@ from producer.errors import HeadraceError
 from producer.keys import TIERS, Tier
 from worker.engine.request import Request, StepOutput
 from worker.engine.scheduler import SchedulerStats
-from worker.engine_api import EngineLike
+from worker.engine_api import EngineLike, StepSample
 from worker.health import Progress
 
 IDLE_S = 1.0  # how long an idle engine sleeps when nothing wakes it
@@ -29,6 +29,7 @@ class Refusal:
 
 
 Emit = Callable[[list[StepOutput] | Refusal], None]
+OnStep = Callable[[StepSample], None]
 
 
 class EngineLoop:
@@ -37,19 +38,21 @@ class EngineLoop:
     Args:
         load: makes the engine; called in the thread, so that the thread owns the device from the first moment on.
         stall_s: how long a turn of the loop may take before the engine counts as wedged.
+        on_step: called after each step, in the thread; must not block.
         on_end: called when the thread ends, for whatever reason.
 
     Attributes:
         failure: what ended the thread, if it did not end as told.
     """
 
-    def __init__(self, load: Callable[[], EngineLike], *, stall_s: float, on_end: Callable[[], None]) -> None:
+    def __init__(self, load: Callable[[], EngineLike], *, stall_s: float, on_step: OnStep, on_end: Callable[[], None]) -> None:
         self.progress = Progress(stall_s)
         self.failure: BaseException | None = None
         self.stats = SchedulerStats()
         self.num_tokens = 0
         self._load = load
         self._emit: Emit = _ignore
+        self._on_step = on_step
         self._on_end = on_end
         self._engine: EngineLike | None = None
         self._ready = threading.Event()
@@ -132,10 +135,13 @@ class EngineLoop:
         if self._stopping:
             return False
         if engine.has_work():
+            before = engine.last_step
             outputs = engine.step()
             self.num_tokens += sum(len(output.token_ids) for output in outputs)
             if outputs:
                 self._emit(outputs)
+            if engine.last_step is not None and engine.last_step is not before:
+                self._on_step(engine.last_step)
         self._look(engine)
         return True
 

@@ -185,7 +185,7 @@ class Intake:
         engine = self._loop.engine
         request = engine.inputs.prepare(wanted)
         transcript = Transcript(engine.make_detokenizer(request), logprobs=request.params.logprobs is not None)
-        transcript.resume(chunks, request.max_tokens)
+        transcript.resume(chunks)
         request.output_token_ids = list(transcript.token_ids)
         request.logprobs = list(transcript.logprobs or ())
         assert active.start is not None, "it was begun"

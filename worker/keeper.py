@@ -99,6 +99,7 @@ class Keeper:
             self._renew_at_s = now_s + self._config.lease_s / 3
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + min(MAX_BEAT_S, self._config.lease_s / 3)
+            self._metrics.scheduler(self._loop.stats)
             self._heartbeat.beat(self._fields())
             self._started.set()
         if now_s >= self._reap_at_s:

@@ -152,7 +152,7 @@ class Publisher:
         transcript = active.transcript
         assert transcript is not None, "it is in the engine"
         self._time(active, len(output.token_ids), now_s)
-        stopped_by = transcript.push(output.token_ids, output.logprobs, finished=output.finished) if output.token_ids else None
+        stopped_by = transcript.push(output.token_ids, output.logprobs, finished=output.finished)
         if output.error_code is not None:
             self._conclude(active, error_from_code(output.error_code, output.error_message))
         elif stopped_by is not None:

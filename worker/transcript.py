@@ -33,13 +33,12 @@ class Transcript:
     def num_unpublished(self) -> int:
         return len(self.token_ids) - self._published
 
-    def resume(self, chunks: Sequence[Chunk], max_tokens: int) -> None:
-        """Start from what earlier attempts published; one token of ``max_tokens`` at least is left to be generated."""
+    def resume(self, chunks: Sequence[Chunk]) -> None:
+        """Start from what earlier attempts published."""
         assert not self.token_ids, "resumed once, at the start"
         characters = 0
         for chunk in chunks:
-            lacks_logprobs = self.logprobs is not None and chunk.logprobs is None
-            if lacks_logprobs or len(self.token_ids) + len(chunk.token_ids) >= max_tokens:
+            if self.logprobs is not None and chunk.logprobs is None:
                 break
             self._extend(chunk.token_ids, chunk.logprobs)
             characters += len(chunk.text)

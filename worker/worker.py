@@ -20,7 +20,7 @@ from producer.connection import connect, redact
 from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.core import Core
-from worker.engine_api import EngineLike
+from worker.engine_api import EngineLike, StepSample
 from worker.engine_loop import EngineLoop
 from worker.intake import Intake
 from worker.keeper import Keeper
@@ -44,6 +44,8 @@ class Worker:
 
     Args:
         load_engine: makes the engine. Called in the engine's own thread, while the heartbeat already says ``starting``.
+        metrics: where to count; None makes a registry of its own.
+        on_step: called after each step, in the engine's thread; must not block.
 
     Example::
 
@@ -52,10 +54,17 @@ class Worker:
         sys.exit(worker.run())
     """
 
-    def __init__(self, config: WorkerConfig, load_engine: Callable[[], EngineLike], metrics: WorkerMetrics | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        load_engine: Callable[[], EngineLike],
+        metrics: WorkerMetrics | None = None,
+        on_step: Callable[[StepSample], None] | None = None,
+    ) -> None:
         self.config = config
         self.registry = Registry()
-        self.loop = EngineLoop(load_engine, stall_s=config.lease_s, on_end=self._wake)
+        self._on_step = on_step
+        self.loop = EngineLoop(load_engine, stall_s=config.lease_s, on_step=self._count_step, on_end=self._wake)
         self._keys = Keys(config.queue)
         self._client = connect(config.redis_url, socket_timeout=config.socket_timeout_s, socket_connect_timeout=config.socket_timeout_s)
         self._stops_asked = 0
@@ -114,6 +123,11 @@ class Worker:
         while not self._over():
             self._changed.wait()
             self._changed.clear()
+
+    def _count_step(self, step: StepSample) -> None:
+        self._metrics.step(seconds=step.seconds, idle_seconds=step.idle_seconds, batch_size=step.batch_size, num_tokens=step.num_tokens)
+        if self._on_step is not None:
+            self._on_step(step)
 
     def _wake(self) -> None:
         self._changed.set()

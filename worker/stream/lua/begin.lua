@@ -22,7 +22,7 @@ end
 
 -- The same id put on the queue twice: the entry that came first stands.
 local first = redis.call('HMGET', state, 'entry', 'tier')
-if first[1] and first[1] ~= entry then
+if first[1] and (first[1] ~= entry or first[2] ~= tier) then
   local there = redis.pcall('XRANGE', first[2] == tier and stream or other, first[1], first[1])
   if not there.err and there[1] then
     take_off(stream, group, entry)
