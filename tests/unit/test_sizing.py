@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config
+
+from producer.errors import ModelUnavailable
+from worker.cli_size import size as size_command
+from worker.engine.attention.interface import discover_layers
+from worker.engine.kv_cache import block_bytes
+from worker.sizing import CUDA_CONTEXT_BYTES, GIB, ModelShape, read_shape, size
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+)
+QWEN_3_06B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    tie_word_embeddings=True,
+)
+
+
+def saved(config: Any, folder: Path) -> str:
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+# Parameters as the models' authors publish them; KV bytes by hand: layers * KV heads * 2 * head size * 2 bytes.
+@pytest.mark.parametrize(
+    ("config", "num_parameters", "kv_bytes_per_token"),
+    [(LLAMA_3_8B, 8_030_261_248, 32 * 8 * 2 * 128 * 2), (QWEN_3_06B, 596_049_920, 28 * 8 * 2 * 128 * 2)],
+    ids=["llama-3-8b", "qwen3-0.6b"],
+)
+def test_published_models_have_their_published_sizes(config: Any, num_parameters: int, kv_bytes_per_token: int, tmp_path: Path) -> None:
+    shape = read_shape(saved(config, tmp_path))
+    assert shape.num_parameters == num_parameters
+    assert shape.kv_bytes_per_token(2) == kv_bytes_per_token
+
+
+def test_demo_model_has_the_figures_of_its_weights_file() -> None:
+    shape = read_shape("demo")
+    assert shape.num_parameters == 134_515_008
+    assert shape.kv_bytes_per_token(2) == 23_040
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.key_dim) == (30, 9, 3, 64)
+
+
+def test_llama_3_8b_on_80_gib_by_hand(tmp_path: Path) -> None:
+    sizing = size(read_shape(saved(LLAMA_3_8B, tmp_path)), 80 * GIB)
+    assert sizing.weight_bytes == 16_060_522_496
+    assert sizing.block_bytes == 16 * 131_072
+    assert sizing.num_blocks == int((80 * GIB - GIB // 2 - 16_060_522_496) * 0.9) // 2_097_152 == 29_741
+    assert sizing.num_tokens == 475_856
+    assert sizing.concurrency == {256: 100, 512: 100, 1024: 100, 2048: 100, 4096: 100, 8192: 58}
+
+
+def test_concurrency_counts_whole_blocks() -> None:
+    shape = ModelShape(
+        num_parameters=1,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        key_dim=1,
+        value_dim=1,
+        hidden_size=1,
+        intermediate_size=1,
+        vocab_size=1,
+        max_model_len=300,
+    )
+    sizing = size(shape, CUDA_CONTEXT_BYTES + 100_000, max_batch_size=100, max_batch_tokens=1)
+    blocks = int((100_000 - 2) * 0.9) // 64
+    assert sizing.num_blocks == blocks
+    assert sizing.concurrency == {256: blocks // 16, 300: blocks // 19}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=99, n_positions=128),
+        OPTConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=32, ffn_dim=64, vocab_size=99, word_embed_proj_dim=32),
+        MixtralConfig(
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=64, vocab_size=99
+        ),
+    ],
+    ids=["gpt2", "opt", "mixtral"],
+)
+def test_other_architectures_are_counted_as_they_are_loaded(config: Any, tmp_path: Path) -> None:
+    shape = read_shape(saved(config, tmp_path))
+    model = AutoModelForCausalLM.from_config(config)
+    assert shape.num_parameters == model.num_parameters()
+    layers = list(discover_layers(model).values())
+    assert shape.kv_bytes_per_token(4) * 16 == block_bytes(layers, 16, torch.float32)
+
+
+def test_the_cache_never_has_more_blocks_than_a_full_batch_of_full_contexts_can_use() -> None:
+    sizing = size(read_shape("demo"), 80 * GIB, max_batch_size=10)
+    assert sizing.num_tokens == 10 * 8192
+    assert sizing.concurrency[8192] == 10
+
+
+def test_memory_that_cannot_hold_the_model_is_refused_with_what_it_takes(tmp_path: Path) -> None:
+    shape = read_shape(saved(LLAMA_3_8B, tmp_path))
+    with pytest.raises(ValueError, match=r"8\.0 GiB are too little: it takes (\d+\.\d) GiB") as refused:
+        size(shape, 8 * GIB)
+    needed = float(str(refused.value).split("takes ")[1].split()[0])
+    assert size(shape, int((needed + 0.1) * GIB)).num_blocks >= 1
+
+
+def test_unknown_model_is_a_typed_error() -> None:
+    with pytest.raises(ModelUnavailable, match="no such folder"):
+        read_shape("/nowhere/at/all")
+
+
+def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    arguments = ["--model", saved(LLAMA_3_8B, tmp_path), "--gpu-memory", "80GiB"]
+    table = CliRunner().invoke(size_command, arguments)
+    assert table.exit_code == 0, table.output
+    assert "8,030,261,248 parameters" in table.output
+    assert "475,856 tokens of 128.0 KiB" in table.output
+    said = json.loads(CliRunner().invoke(size_command, [*arguments, "--json"]).output)
+    assert (said["num_blocks"], said["model"]["num_kv_heads"]) == (29_741, 8)
+
+
+def test_command_refuses_on_stderr_with_exit_code_1(tmp_path: Path) -> None:
+    result = CliRunner().invoke(size_command, ["--model", saved(LLAMA_3_8B, tmp_path), "--gpu-memory", "4GiB"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "too little" in result.stderr

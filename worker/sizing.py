@@ -1,0 +1,161 @@
+"""How many requests a device's memory holds: weights, KV cache, what a step needs; by formula, with no device at hand.
+
+The KV cache takes ``layers * kv_heads * (key dim + value dim) * bytes`` a token (Kwon et al., "Efficient Memory Management for
+Large Language Model Serving with PagedAttention", 2023, section 3), in whole blocks. As in the engine, sliding-window layers
+keep every token, and a GPU's cache gets nine tenths of what the weights leave, though not more than a full batch can use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 2**30
+KV_SHARE = 0.9
+CUDA_CONTEXT_BYTES = GIB // 2  # driver, kernels, cuBLAS workspace
+MIN_LENGTH = 256
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a model's sizes follow from.
+
+    Attributes:
+        key_dim, value_dim: of one KV head.
+        intermediate_size: of the MLP, for a mixture of experts of those that one token visits.
+        max_model_len: context limit in tokens.
+    """
+
+    num_parameters: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, config: Any, num_parameters: int) -> ModelShape:
+        """Read a transformers text config, whose attribute map gives GPT-2's and OPT's names too."""
+        num_heads = int(config.num_attention_heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+        intermediate = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+        intermediate = int(intermediate or getattr(config, "ffn_dim", None) or 4 * config.hidden_size)
+        return cls(
+            num_parameters=num_parameters,
+            num_layers=int(config.num_hidden_layers),
+            num_heads=num_heads,
+            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+            key_dim=head_dim,
+            value_dim=int(getattr(config, "v_head_dim", None) or head_dim),
+            hidden_size=int(config.hidden_size),
+            intermediate_size=intermediate * int(getattr(config, "num_experts_per_tok", None) or 1),
+            vocab_size=int(config.vocab_size),
+            max_model_len=int(getattr(config, "max_position_embeddings", None) or 2048),
+        )
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype_bytes
+
+    def step_bytes(self, dtype_bytes: int, max_batch_size: int, max_batch_tokens: int) -> int:
+        """What a full step holds at its peak beside weights and cache: one layer's activations, and the logits, twice (float32)."""
+        projections = (self.num_heads + self.num_kv_heads) * self.key_dim + self.num_kv_heads * self.value_dim
+        widths = 3 * self.hidden_size + projections + 3 * self.intermediate_size
+        return max_batch_tokens * widths * dtype_bytes + max_batch_size * self.vocab_size * (dtype_bytes + 2 * 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """How a device's memory is used, in bytes.
+
+    Attributes:
+        step_bytes: what a full step needs; it must fit into ``left_bytes``.
+        left_bytes: what the cache leaves over.
+        concurrency: request length (prompt + output, tokens) -> how many such requests run at once, at most ``max_batch_size``.
+    """
+
+    memory_bytes: int
+    weight_bytes: int
+    context_bytes: int
+    kv_bytes: int
+    step_bytes: int
+    left_bytes: int
+    kv_bytes_per_token: int
+    block_bytes: int
+    num_blocks: int
+    num_tokens: int
+    concurrency: Mapping[int, int]
+
+
+def size(
+    shape: ModelShape,
+    memory_bytes: int,
+    *,
+    dtype_bytes: int = 2,
+    max_batch_size: int = 100,
+    max_batch_tokens: int = 512,
+    block_size: int = 16,
+) -> Sizing:
+    """Divide ``memory_bytes`` of a GPU between weights, KV cache and the rest.
+
+    Raises `ValueError` where the weights leave no room for a block of KV cache and a step.
+    """
+    weight_bytes = shape.num_parameters * dtype_bytes
+    block_bytes = shape.kv_bytes_per_token(dtype_bytes) * block_size
+    free = memory_bytes - CUDA_CONTEXT_BYTES - weight_bytes
+    usable_blocks = max_batch_size * -(-shape.max_model_len // block_size)
+    num_blocks = min(max(0, int(free * KV_SHARE)) // block_bytes, usable_blocks)
+    step_bytes = shape.step_bytes(dtype_bytes, max_batch_size, max_batch_tokens)
+    left_bytes = free - num_blocks * block_bytes
+    if num_blocks < 1 or left_bytes < step_bytes:
+        needed = weight_bytes + CUDA_CONTEXT_BYTES + max(step_bytes + block_bytes, int(step_bytes / (1 - KV_SHARE)))
+        raise ValueError(f"{memory_bytes / GIB:.1f} GiB are too little: it takes {needed / GIB:.1f} GiB or more to run this model")
+    return Sizing(
+        memory_bytes=memory_bytes,
+        weight_bytes=weight_bytes,
+        context_bytes=CUDA_CONTEXT_BYTES,
+        kv_bytes=num_blocks * block_bytes,
+        step_bytes=step_bytes,
+        left_bytes=left_bytes,
+        kv_bytes_per_token=shape.kv_bytes_per_token(dtype_bytes),
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        num_tokens=num_blocks * block_size,
+        concurrency={n: min(max_batch_size, num_blocks // -(-n // block_size)) for n in _lengths(shape.max_model_len)},
+    )
+
+
+def _lengths(max_model_len: int) -> list[int]:
+    """Powers of two from `MIN_LENGTH` on, and the context limit."""
+    lengths = []
+    length = MIN_LENGTH
+    while length < max_model_len:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, max_model_len]
+
+
+def read_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of a folder, hub id, ``.gguf`` file or ``demo``; loads no weights.
+
+    Raises `ModelUnavailable` where there is no such model, or none that transformers knows.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from producer.errors import ModelUnavailable
+    from worker.engine.model_loader import local_model_path
+
+    path = local_model_path(model)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            skeleton: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnavailable(f"model {model}: {error}") from error
+    return ModelShape.of(config.get_text_config(decoder=True), sum(parameter.numel() for parameter in skeleton.parameters()))
