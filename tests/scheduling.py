@@ -122,7 +122,8 @@ class Simulation:
         self.scheduler.advance(plan)
         for chunk in plan.chunks:
             request = chunk.request
-            self._overallocated.discard(request)
+            if len(request.block_ids) <= self.scheduler._blocks.blocks_for(request.num_computed_tokens):
+                self._overallocated.discard(request)
             if chunk.last and request.status is RequestStatus.RUNNING:
                 token = self.sample(request)
                 if token is not None:

@@ -42,15 +42,19 @@ class Shares:
     def of(cls, config: EngineConfig, num_blocks: int) -> Shares:
         """The shares under a configuration. A batch of one leaves no slot to the floor."""
         left, size, tokens = 1.0 - config.realtime_reserved, config.max_batch_size, config.max_batch_tokens
-        floor_slots = min(max(int(config.batch_floor * size), 1), size - 1) if config.batch_floor else 0
-        floor_tokens = max(int(config.batch_floor * tokens), 1) if floor_slots else 0
+        floor_slots = min(max(_share(config.batch_floor, size), 1), size - 1) if config.batch_floor else 0
+        floor_tokens = max(_share(config.batch_floor, tokens), 1) if floor_slots else 0
         return cls(
-            batch_slots=max(int(left * size), floor_slots),
-            batch_blocks=int(left * num_blocks),
-            batch_tokens=max(int(left * tokens), floor_tokens),
+            batch_slots=max(_share(left, size), floor_slots),
+            batch_blocks=_share(left, num_blocks),
+            batch_tokens=max(_share(left, tokens), floor_tokens),
             floor_slots=floor_slots,
             floor_tokens=floor_tokens,
         )
+
+
+def _share(part: float, whole: int) -> int:
+    return int(part * whole + 1e-9)  # 0.1 of 10 is 1, whatever 1.0 - 0.9 gives
 
 
 @dataclass(slots=True)
@@ -79,12 +83,13 @@ class Admission:
     def __init__(
         self,
         config: EngineConfig,
+        shares: Shares,
         blocks: BlockManager,
         running: RunningSet,
         queues: WaitingQueues,
         preemption: Preemption,
     ) -> None:
-        self.shares = Shares.of(config, blocks.pool.num_blocks)
+        self._shares = shares
         self._max_batch_size = config.max_batch_size
         self._overcommit = config.batch_overcommit
         self._blocks = blocks
@@ -114,7 +119,7 @@ class Admission:
     def admit_realtime(self, step: Step) -> Request | None:
         """Admit the next realtime request if a slot and all of its blocks can be had; None where not."""
         free_slots = self._max_batch_size - len(self._running) - self._unfilled_floor()
-        if free_slots <= 0 and self._running.count["batch"] <= self.shares.floor_slots:
+        if free_slots <= 0 and self._running.count["batch"] <= self._shares.floor_slots:
             return None
         queue = self._queues.realtime
         request = self._next(queue, step)
@@ -165,7 +170,7 @@ class Admission:
         """Pin the eldest running batch request, unless one is pinned, or it needs more than realtime leaves."""
         if self._running.pinned_batch is not None:
             return
-        eldest = self._running.eldest_unpinned(self.shares.batch_blocks)
+        eldest = self._running.eldest_unpinned(self._shares.batch_blocks)
         if eldest is None or not self._may_pin_batch(eldest):
             return
         if self._blocks.num_committed + self._blocks.num_to_pin(eldest) <= self._num_blocks:
@@ -249,7 +254,7 @@ class Admission:
             return spare - blocks.num_outstanding >= rest
         capacity = self._num_blocks - blocks.num_committed
         if not self.realtime_is_quiet:
-            capacity = min(capacity, self.shares.batch_blocks)
+            capacity = min(capacity, self._shares.batch_blocks)
         if blocks.num_promised + prefix.num_idle + rest > self._overcommit * capacity:
             return False
         return spare >= blocks.blocks_for(request.num_tokens) - len(prefix.block_ids)
@@ -257,29 +262,29 @@ class Admission:
     def _batch_slots(self) -> int:
         if self.realtime_is_quiet:
             return self._max_batch_size
-        return self.shares.floor_slots if len(self._queues.realtime) else self.shares.batch_slots
+        return self._shares.floor_slots if len(self._queues.realtime) else self._shares.batch_slots
 
     def _unfilled_floor(self) -> int:
-        return max(0, min(self.shares.floor_slots - self._running.count["batch"], len(self._queues.batch)))
+        return max(0, min(self._shares.floor_slots - self._running.count["batch"], len(self._queues.batch)))
 
     def _batch_floor_in_use(self) -> int:
-        return min(self.shares.floor_slots, self._running.count["batch"] + len(self._queues.batch))
+        return min(self._shares.floor_slots, self._running.count["batch"] + len(self._queues.batch))
 
     def _batch_claim(self, request: Request) -> int:
         """Blocks that a realtime request must leave, so that the eldest batch request can be pinned."""
-        if not self.shares.floor_slots or self._running.pinned_batch is not None:
+        if not self._shares.floor_slots or self._running.pinned_batch is not None:
             return 0
         if self._is_oversized(request) and not self._batch_has_turn:
             return 0
-        eldest = self._running.eldest_unpinned(self.shares.batch_blocks) or self._queues.batch.peek()
+        eldest = self._running.eldest_unpinned(self._shares.batch_blocks) or self._queues.batch.peek()
         return 0 if eldest is None else eldest.max_blocks
 
     def _may_pin_batch(self, request: Request) -> bool:
-        if not self.shares.floor_slots or request.max_blocks > self.shares.batch_blocks:
+        if not self._shares.floor_slots or request.max_blocks > self._shares.batch_blocks:
             return False
         realtime = self._queues.realtime.peek()
         return realtime is None or not self._is_oversized(realtime) or self._batch_has_turn
 
     def _is_oversized(self, request: Request) -> bool:
         """Whether a realtime request needs blocks that are the batch tier's share."""
-        return request.max_blocks > self._num_blocks - self.shares.batch_blocks
+        return request.max_blocks > self._num_blocks - self._shares.batch_blocks

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from producer.errors import ContextLengthExceeded
 from producer.keys import Tier
-from worker.engine.admission import Admission, Step
+from worker.engine.admission import Admission, Shares, Step
 from worker.engine.block_manager import BlockManager
 from worker.engine.config import EngineConfig
 from worker.engine.preemption import Preemption, PreemptionCosts
@@ -90,9 +90,10 @@ class Scheduler:
             index = PrefixIndex(config.block_size)
         self._blocks = BlockManager(config.block_size, num_blocks, num_cpu_blocks, index)
         self._running = RunningSet()
-        self._queues = WaitingQueues(config.source_weights, batch_blocks=int((1.0 - config.realtime_reserved) * num_blocks))
+        self._shares = Shares.of(config, num_blocks)
+        self._queues = WaitingQueues(config.source_weights, self._shares.batch_blocks)
         self._preemption = Preemption(self._blocks, self._running, self._queues, costs or PreemptionCosts())
-        self._admission = Admission(config, self._blocks, self._running, self._queues, self._preemption)
+        self._admission = Admission(config, self._shares, self._blocks, self._running, self._queues, self._preemption)
         self._num_added = 0
         self._num_steps = 0
         self._filling_since_s = 0.0
@@ -260,7 +261,7 @@ class Scheduler:
         realtime = [request for request in prefills if request.tier == "realtime"]
         batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
         num_batch_decodes = self._running.count["batch"] - len(batch)
-        shares, left = self._admission.shares, step.budget
+        shares, left = self._shares, step.budget
         floor = shares.floor_tokens - num_batch_decodes if batch or self._admission.may_fill_floor(step) else 0
         floor = max(0, min(floor, (left + self._num_steps % 2) // 2))
         self._plan_prefills(step, realtime, self._admission.admit_realtime, left - floor)
@@ -285,7 +286,7 @@ class Scheduler:
         long = [request for request in prefills if self._is_long(request)]
         kept = budget // 2 if long else 0
         for request in prefills:
-            if request not in long:
+            if not self._is_long(request):
                 self._plan_chunk(step, request, step.budget - end - kept)
         while step.budget - end > kept and (newcomer := admit(step)) is not None:
             if self._is_long(newcomer):

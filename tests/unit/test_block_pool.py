@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from worker.engine.block_pool import BlockPool, CpuBlockPool
+from worker.engine.prefix_index import ROOT, PrefixIndex
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, PrefixIndex(block_size=2, salt=b"salt"))
+
+
+def record(pool: BlockPool, block_id: int, name: bytes, parent: int = ROOT) -> int:
+    return pool.record(block_id, b"key-" + name, parent, name)
+
+
+def find(pool: BlockPool, name: bytes, parent: int = ROOT) -> tuple[int, int] | None:
+    assert pool._index is not None
+    return pool._index.find(b"key-" + name, parent, name)
+
+
+def test_blocks_are_given_and_taken_back() -> None:
+    pool = make_pool(3)
+    assert pool.allocate(4, pinned=False) is None
+    blocks = pool.allocate(3, pinned=False)
+    assert blocks is not None
+    assert sorted(blocks) == [0, 1, 2]
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (0, 0, 3)
+    assert pool.allocate(1, pinned=False) is None
+    pool.release(blocks, pinned=False)
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (3, 0, 0)
+
+
+def test_a_block_released_twice_is_a_bug() -> None:
+    pool = make_pool(1)
+    blocks = pool.allocate(1, pinned=False)
+    assert blocks is not None
+    pool.release(blocks, pinned=False)
+    with pytest.raises(AssertionError):
+        pool.release(blocks, pinned=False)
+
+
+def test_a_recorded_block_is_cached_until_it_is_needed_then_the_least_recently_used_goes_first() -> None:
+    pool = make_pool(3)
+    a, b, c = pool.allocate(3, pinned=False) or []
+    for block, name in ((a, b"a"), (b, b"b"), (c, b"c")):
+        record(pool, block, name)
+        pool.release([block], pinned=False)
+    assert (pool.num_free, pool.num_cached, pool.num_available) == (0, 3, 3)
+    pool.share([a], pinned=False)  # used again, so now the most recent
+    pool.release([a], pinned=False)
+    assert pool.allocate(2, pinned=False) == [b, c]
+    assert find(pool, b"a") is not None
+    assert find(pool, b"b") is None
+
+
+def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
+    pool = make_pool(3)
+    blocks = pool.allocate(3, pinned=False) or []
+    node = ROOT
+    for block, name in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        node = record(pool, block, name, node)
+    pool.release(blocks, pinned=False)
+    assert pool.allocate(1, pinned=False) == [blocks[2]]
+
+
+def test_a_second_block_of_the_same_prefix_is_not_recorded() -> None:
+    pool = make_pool(2)
+    first, second = pool.allocate(2, pinned=False) or []
+    node = record(pool, first, b"a")
+    assert record(pool, second, b"a") == node
+    pool.release([second], pinned=False)
+    assert pool.num_free == 1
+    assert find(pool, b"a") == (first, node)
+
+
+def test_a_key_that_collides_finds_neither_prefix_of_another() -> None:
+    pool = make_pool(2)
+    first, second = pool.allocate(2, pinned=False) or []
+    pool.record(first, b"same key", ROOT, b"mine")
+    assert pool._index is not None
+    assert pool._index.find(b"same key", ROOT, b"yours") is None
+    pool.release([first], pinned=False)
+    node = pool.record(second, b"same key", ROOT, b"yours")
+    assert pool._index.find(b"same key", ROOT, b"yours") == (second, node)
+    assert pool._index.find(b"same key", ROOT, b"mine") is None
+    assert (pool.num_free, pool.num_cached) == (1, 0), "the loser of the key is plainly free"
+
+
+def test_content_below_another_prefix_is_not_found_even_where_the_keys_collide() -> None:
+    index = PrefixIndex(block_size=1, salt=b"", hash_function=lambda data: data[-8:])  # blind to what comes before
+    keys: dict[str, list[bytes]] = {"ax": [], "bx": []}
+    a, b, x = index.contents([1, 2, 3])
+    index.extend_keys(keys["ax"], [a, x])
+    index.extend_keys(keys["bx"], [b, x])
+    assert keys["ax"][1] == keys["bx"][1]
+    node_a, _ = index.insert(0, keys["ax"][0], ROOT, a)
+    node_b, _ = index.insert(1, keys["bx"][0], ROOT, b)
+    node_ax, _ = index.insert(2, keys["ax"][1], node_a, x)
+    assert index.find(keys["ax"][1], node_a, x) == (2, node_ax)
+    assert index.find(keys["bx"][1], node_b, x) is None
+
+
+def test_keys_depend_on_salt_tokens_and_all_that_comes_before() -> None:
+    def keys(salt: bytes, token_ids: list[int]) -> list[bytes]:
+        index, chain = PrefixIndex(block_size=2, salt=salt), list[bytes]()
+        index.extend_keys(chain, index.contents(token_ids))
+        return chain
+
+    base = keys(b"s", [1, 2, 3, 4, 5])
+    assert len(base) == 2, "the partial block has none"
+    assert keys(b"s", [1, 2, 3, 4]) == base
+    assert keys(b"t", [1, 2, 3, 4])[1] != base[1]
+    assert keys(b"s", [9, 2, 3, 4])[1] != base[1]
+    assert keys(b"s", [3, 4])[0] != base[1]
+    assert PrefixIndex(2)._salt != PrefixIndex(2)._salt
+
+
+def test_pinned_blocks_are_counted_once() -> None:
+    pool = make_pool(2)
+    blocks = pool.allocate(1, pinned=True) or []
+    pool.share(blocks, pinned=True)
+    pool.share(blocks, pinned=False)
+    assert pool.num_pinned == 1
+    pool.release(blocks, pinned=True)
+    assert pool.num_pinned == 1
+    pool.release(blocks, pinned=True)
+    assert pool.num_pinned == 0
+    pool.pin(blocks)
+    assert pool.num_pinned == 1
+
+
+def test_a_cpu_block_given_back_is_not_written_in_the_same_step() -> None:
+    pool = CpuBlockPool(2)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    pool.release(blocks)
+    assert pool.num_free == 2
+    assert pool.allocate(1) is None
+    pool.settle()
+    assert pool.allocate(2) is not None
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Tables take, share, record and give back blocks in any order; a model of reference counts says what must be so."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def make(self, num_blocks: int) -> None:
+        self.pool = make_pool(num_blocks)
+        self.tables: list[tuple[list[int], bool]] = []
+        self.recorded: dict[int, bytes] = {}
+
+    @rule(count=st.integers(0, 5), pinned=st.booleans())
+    def allocate(self, count: int, pinned: bool) -> None:
+        available = self.pool.num_available
+        blocks = self.pool.allocate(count, pinned=pinned)
+        assert (blocks is None) == (count > available)
+        if blocks is not None:
+            self.tables.append((blocks, pinned))
+            for block in blocks:
+                self.recorded.pop(block, None)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), pinned=st.booleans())
+    def share_prefix(self, data: st.DataObject, pinned: bool) -> None:
+        blocks, _ = data.draw(st.sampled_from(self.tables))
+        shared = blocks[: data.draw(st.integers(0, len(blocks)))]
+        self.pool.share(shared, pinned=pinned)
+        self.tables.append((list(shared), pinned))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), name=st.sampled_from([b"a", b"b", b"c"]))
+    def record_one(self, data: st.DataObject, name: bytes) -> None:
+        blocks, _ = data.draw(st.sampled_from(self.tables))
+        if blocks and blocks[0] not in self.recorded:
+            record(self.pool, blocks[0], name)
+            if name not in self.recorded.values():
+                self.recorded[blocks[0]] = name
+
+    @rule(name=st.sampled_from([b"a", b"b", b"c"]), pinned=st.booleans())
+    def hit(self, name: bytes, pinned: bool) -> None:
+        found = find(self.pool, name)
+        expected = {block for block, recorded in self.recorded.items() if recorded == name}
+        assert ({found[0]} if found else set()) == expected
+        if found:
+            self.pool.share([found[0]], pinned=pinned)
+            self.tables.append(([found[0]], pinned))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.tables) - 1))
+        blocks, pinned = self.tables.pop(index)
+        self.pool.release(blocks, pinned=pinned)
+
+    @invariant()
+    def every_block_is_free_cached_or_used(self) -> None:
+        pool = self.pool
+        refs = Counter(block for blocks, _ in self.tables for block in blocks)
+        pins = {block for blocks, pinned in self.tables if pinned for block in blocks}
+        assert all(pool.ref_count(block) == refs[block] for block in range(pool.num_blocks))
+        assert pool.num_used == len(refs)
+        assert pool.num_pinned == len(pins)
+        assert pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks
+        assert set(pool._cached) == self.recorded.keys() - refs.keys()
+        if not refs:
+            assert pool.num_free + pool.num_cached == pool.num_blocks
+
+
+TestBlockPoolMachine = BlockPoolMachine.TestCase
+TestBlockPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
