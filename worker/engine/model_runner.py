@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention import cpu_backend, torch_backend
-from worker.engine.attention.interface import AttentionBackend, AttentionLayer, PagedContext, discover_layers, paged_context
+from worker.engine.attention.interface import AttentionBackend, PagedContext, paged_context
+from worker.engine.attention.layers import AttentionLayer, discover_layers
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.config import EngineConfig
 from worker.engine.input_batch import InputBatch
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks
 from worker.engine.model_loader import LoadedModel
+from worker.engine.probe import check_numbers
 from worker.engine.request import Sampled, StepPlan
 from worker.engine.sampler import Sampler
 from worker.engine.step_results import WantedRows
@@ -42,8 +44,8 @@ class ModelRunner:
         self._loaded = loaded
         self._model: Any = loaded.model
         self._hidden: Tensor | None = None
-        self._model.base_model.register_forward_hook(self._keep_hidden)
-        modules = discover_layers(loaded.model)
+        self._model.get_decoder().register_forward_hook(self._keep_hidden)
+        modules = discover_layers(loaded.model, loaded.max_model_len)
         self.layers = list(modules.values())
         bytes_per_block = block_bytes(self.layers, config.block_size, loaded.dtype)
         self.num_blocks = choose_num_blocks(config, bytes_per_block, loaded.device, loaded.max_model_len)
@@ -59,6 +61,20 @@ class ModelRunner:
             device=loaded.device,
         )
         self._sampler = Sampler()
+        self._probe(config)
+
+    def _probe(self, config: EngineConfig) -> None:
+        num_blocks = min(self.num_blocks, 64)
+        check_numbers(
+            self._model,
+            lambda step, rows: self.forward(step.input_ids, step.positions, step.meta, rows).logits,
+            self.layers,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_tokens=config.max_batch_tokens,
+            max_model_len=self._loaded.max_model_len,
+        )
+        self.cache.clear(num_blocks)
 
     def copy_blocks(self, plan: StepPlan) -> None:
         """Make a plan's swap copies; once a plan, before its step, and not again where the step is repeated."""
@@ -87,7 +103,7 @@ class ModelRunner:
         with paged_context(PagedContext(meta, self._backend, self._caches)):
             output = self._model(input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows)
         hidden, self._hidden = self._hidden, None
-        assert hidden is not None, "the base model was not called"
+        assert hidden is not None, "the decoder was not called"
         return ForwardOutput(output.logits[0], hidden)
 
     def _keep_hidden(self, _module: Any, _args: Any, output: Any) -> None:

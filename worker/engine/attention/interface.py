@@ -11,14 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from worker.engine.attention.metadata import StepMetadata
 
 NAME = "headrace"
-_DISCOVERY = "headrace-discovery"
 
 
 class AttentionBackend(Protocol):
@@ -53,21 +51,6 @@ class AttentionBackend(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionLayer:
-    """One attention module's shapes and options, as its calls show them (`discover_layers`)."""
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    has_sinks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,36 +112,6 @@ def paged_attention(
         sinks=s_aux,
     )
     return out.unsqueeze(0), None
-
-
-@torch.inference_mode()
-def discover_layers(model: Any) -> dict[nn.Module, AttentionLayer]:
-    """The attention modules of a model in the order in which it calls them, found by running two tokens through it."""
-    names = {module: name for name, module in model.named_modules()}
-    found: dict[nn.Module, AttentionLayer] = {}
-
-    def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any) -> tuple[Tensor, None]:
-        found[module] = AttentionLayer(
-            name=names[module],
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            head_dim=query.shape[3],
-            value_dim=value.shape[3],
-            scale=float(query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]),
-            window=options.get("sliding_window"),
-            softcap=options.get("softcap"),
-            has_sinks=options.get("s_aux") is not None,
-        )
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    AttentionInterface.register(_DISCOVERY, note)
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    model.set_attn_implementation(_DISCOVERY)
-    try:
-        model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False)
-    finally:
-        model.set_attn_implementation(NAME)
-    return found
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,191 @@
+"""Refuses at load what this engine would run wrongly, so that nothing is ever wrong silently.
+
+First by what the configuration and the class say; then, in `attention.layers`, by what the model's attention is called with; last by
+numbers: two sequences, chunked and mixed as the engine does it, against the model's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from producer.errors import ModelUnavailable
+from producer.sampling import SamplingParams
+from worker.engine.attention.layers import AttentionLayer
+from worker.engine.input_batch import InputBatch, StepInputs
+from worker.engine.request import Request, ScheduledChunk
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})  # whose angles depend on the position alone
+_LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
+_ALIBI_MODELS = frozenset({"bloom", "mpt"})
+
+_TAIL = 12  # positions compared, the last of each sequence
+_LONGEST_WINDOW = 256  # that the sequences are made longer than; the masks of longer ones are compared in `attention.layers`
+_TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_QUANTILE = 0.75  # of the rows must agree: a router's near tie may tip either way
+
+Forward = Callable[[StepInputs, Tensor], Tensor]
+"""Inputs and the rows whose logits are wanted, to ``[rows, vocab]``: the model over the paged cache."""
+
+
+def check_config(config: Any) -> None:
+    """Refuse by what the configuration of the text model says.
+
+    Raises:
+        ModelUnavailable: the message says why.
+    """
+    for refused, reason in (
+        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),
+        (getattr(config, "add_cross_attention", False), "it has cross-attention"),
+        (getattr(config, "alibi", False) or config.model_type in _ALIBI_MODELS, "ALiBi biases are not supported"),
+    ):
+        if refused:
+            raise _refusal(config, reason)
+    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise _refusal(config, f"its layers are of types that are not supported: {', '.join(sorted(unknown))}")
+    for rope_type in _rope_types(config):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise _refusal(config, f"{rope_type} RoPE depends on the longest sequence of a batch: neighbours would change the output")
+        if rope_type not in _ROPE_TYPES:
+            raise _refusal(config, f"{rope_type} RoPE is not known to depend on the position alone")
+
+
+def check_class(model: Any) -> None:
+    """Refuse by what the model's class says.
+
+    Raises:
+        ModelUnavailable: the message says why.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise _refusal(model.config, "it keeps a recurrent state, which the KV cache does not hold")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise _refusal(model.config, "its attention does not go through transformers' AttentionInterface")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of the rope parameters, which may be nested by layer type."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(name) for part in parts if (name := part.get("rope_type") or part.get("type"))}
+
+
+def _refusal(config: Any, reason: str) -> ModelUnavailable:
+    return ModelUnavailable(f"model type {config.model_type} is refused: {reason}")
+
+
+@torch.inference_mode()
+def check_numbers(
+    model: Any, forward: Forward, layers: Sequence[AttentionLayer], *, block_size: int, num_blocks: int, max_tokens: int, max_model_len: int
+) -> None:
+    """Compare logits of two sequences, computed in chunks and mixed over the paged cache, with those of the model's own attention.
+
+    Uses the first blocks of the cache; whoever owns it cleans them.
+
+    Args:
+        num_blocks: of the cache that may be used.
+        max_tokens: most tokens of one step; one sequence alone is tried where that is 1.
+
+    Raises:
+        ModelUnavailable: they differ by more than the dtype's rounding explains.
+    """
+    longest = min(_probe_length(layers), max_model_len, num_blocks * block_size)
+    requests = _probe_requests(model, longest, block_size, num_blocks)[:max_tokens]
+    inputs = InputBatch(
+        max_tokens=max_tokens, max_requests=len(requests), max_blocks=num_blocks, block_size=block_size, device=model.device
+    )
+    tails: dict[Request, list[Tensor]] = {request: [] for request in requests}
+    for chunks in _steps(requests, max_tokens):
+        step = inputs.build(chunks)
+        rows = [_tail_rows(chunk, start) for chunk, start in zip(chunks, step.token_starts, strict=False)]
+        wanted = torch.tensor([row for part in rows for row in part], dtype=torch.int64, device=model.device)
+        for chunk, logits in zip(chunks, forward(step, wanted).split([len(part) for part in rows]), strict=True):
+            tails[chunk.request].append(logits)
+    for request, tail in tails.items():
+        difference = _difference(torch.cat(tail), _own_logits(model, request))
+        if not difference <= _TOLERANCE[model.dtype]:  # so that NaN is refused, too
+            raise _refusal(model.config, f"over the paged cache its logits differ by {difference:.2g} from those of its own attention")
+
+
+def _probe_length(layers: Sequence[AttentionLayer]) -> int:
+    """Past the longest window that is short enough."""
+    return 32 + max((layer.window for layer in layers if layer.window and layer.window <= _LONGEST_WINDOW), default=0)
+
+
+def _probe_requests(model: Any, longest: int, block_size: int, num_blocks: int) -> list[Request]:
+    """Two sequences of random tokens, the second shorter, if there are blocks for both; their blocks lie scattered."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    requests: list[Request] = []
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    for length in (longest, longest - longest // 4):
+        count = -(-length // block_size)
+        if count <= len(free):
+            token_ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
+            requests.append(Request(f"probe-{length}", token_ids, SamplingParams(), 1, block_ids=free[:count]))
+            free = free[count:]
+    return requests
+
+
+def _steps(requests: Sequence[Request], max_tokens: int) -> Iterator[list[ScheduledChunk]]:
+    """Chunks as a scheduler gives them: long and short, decodes beside chunks and beside decodes; decodes come first."""
+    most = max_tokens - len(requests) + 1
+    shapes = ((0.5, 0.5, 1, 3, 1, 1), (1, 1, 1.0, 1, 2, 1))  # an int is a number of tokens, a float a share of what they leave
+    lengths = [_chunk_lengths(request.num_tokens, shape, most) for request, shape in zip(requests, shapes, strict=False)]
+    starts = [0] * len(requests)
+    while any(lengths):
+        chunks = []
+        for i, request in enumerate(requests):
+            if lengths[i]:
+                length = lengths[i].pop(0)
+                chunks.append(ScheduledChunk(request, starts[i], length, starts[i] + length == request.num_tokens))
+                starts[i] += length
+        yield sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+
+
+def _chunk_lengths(num_tokens: int, shape: Sequence[float], most: int) -> list[int]:
+    """Lengths of the chunks of ``num_tokens`` tokens after a pattern, none longer than ``most``."""
+    lengths: list[int] = []
+    rest = num_tokens - sum(part for part in shape if isinstance(part, int))
+    for part in shape:
+        wanted = part if isinstance(part, int) else round(part * rest)
+        while wanted > 0 and (left := num_tokens - sum(lengths)):
+            lengths.append(min(wanted, most, left))
+            wanted -= lengths[-1]
+    left = num_tokens - sum(lengths)
+    return lengths + [1] * left
+
+
+def _tail_rows(chunk: ScheduledChunk, token_start: int) -> list[int]:
+    """The chunk's tokens, as rows of the step, that are among the last of their sequence."""
+    first = max(chunk.start, chunk.request.num_tokens - _TAIL)
+    return list(range(token_start + first - chunk.start, token_start + chunk.num_tokens))
+
+
+def _own_logits(model: Any, request: Request) -> Tensor:
+    """Logits of the last positions by the model's own attention, the sequence alone and whole."""
+    tokens = torch.tensor([request.prompt_token_ids], device=model.device)
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        output = model(
+            input_ids=tokens,
+            position_ids=torch.arange(tokens.shape[1], device=model.device)[None],
+            use_cache=False,
+            logits_to_keep=min(_TAIL, tokens.shape[1]),
+        )
+    finally:
+        model.set_attn_implementation(implementation)
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _difference(logits: Tensor, expected: Tensor) -> float:
+    """Of each row the norm of the difference over the norm of what is expected, both centred; of the rows a high quantile."""
+    expected = expected.float() - expected.float().mean(-1, keepdim=True)
+    logits = logits.float() - logits.float().mean(-1, keepdim=True)
+    return float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).quantile(_QUANTILE))
