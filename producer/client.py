@@ -68,6 +68,10 @@ class Client(ClientCore):
         """A handle on a request of this queue, whoever submitted it."""
         return Handle(self, self._attach(id))
 
+    def abandon(self, id: str) -> CancelOutcome:  # noqa: A002 - the keyword's name everywhere in the interface
+        """`Handle.cancel` for a caller in a hurry: Redis trouble is waited out for a second only."""
+        return self._drive(self._abandon_call(id))
+
     @property
     def redis(self) -> redis.Redis:
         """The redis-py client below, for commands of the caller's own."""

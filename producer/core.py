@@ -92,8 +92,12 @@ class ClientCore:
         except BaseException:
             if ticket is None or not ticket.finished:
                 with suppress(HeadraceError):
-                    yield from calls.cancel(self.keys, item.request_id, Patience(ABANDON_S))
+                    yield from self._abandon_call(item.request_id)
             raise
+
+    def _abandon_call(self, request_id: str) -> Call[calls.CancelOutcome]:
+        """Cancel what nobody waits for any more, in little time."""
+        return calls.cancel(self.keys, request_id, Patience(ABANDON_S))
 
     def _wait_call(self, ticket: Ticket, patience: Patience) -> Call[Result]:
         if not ticket.finished:

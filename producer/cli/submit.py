@@ -1,0 +1,246 @@
+"""``headrace submit``."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue as queues
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from producer import codec
+from producer.cli.group import complain, exit_code
+from producer.cli.options import open_client, queue_options
+from producer.client import Client, Handle
+from producer.core import DEADLINE_GRACE_S
+from producer.errors import HeadraceError, RedisUnavailable, WaitTimeout
+from producer.keys import TIERS
+from producer.options import new_id
+from producer.wire import Chunk, Result
+
+WINDOW = 256  # requests submitted and not yet printed
+_READ_BYTES = 65536
+
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("max-tokens", int, "Most tokens to generate [default: 256]."),
+    ("min-tokens", int, "No stop before so many tokens."),
+    ("temperature", float, "0 is greedy [default: 1]."),
+    ("top-p", float, "Nucleus sampling."),
+    ("top-k", int, "Only the k likeliest tokens."),
+    ("min-p", float, "Only tokens at least this share as likely as the likeliest."),
+    ("repetition-penalty", float, "Divides logits of tokens seen."),
+    ("presence-penalty", float, "Subtracted once from logits of tokens generated."),
+    ("frequency-penalty", float, "Subtracted per occurrence."),
+    ("seed", int, "Same seed, same answer."),
+    ("logprobs", int, "With --json: log-probabilities of so many likeliest tokens."),
+)
+
+
+def _sampling_options(command: Any) -> Any:
+    for name, kind, about in reversed(_SAMPLING):
+        command = click.option(f"--{name}", type=kind, help=about)(command)
+    return command
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@queue_options
+@click.option("--chat", is_flag=True, help="The prompt is a user's message: apply the model's chat template.")
+@click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
+@click.option("--json", "as_json", is_flag=True, help="Print each answer (with --stream each chunk, too) as a line of JSON.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds until an answer must be there; it is cancelled then.")
+@click.option("--tier", type=click.Choice(TIERS), default="realtime", show_default=True)
+@click.option("--id", "request_id", help="The request's id, for one prompt [default: a new one].")
+@click.option("--source", help="Label.")
+@click.option("--user", help="Label.")
+@click.option("--task", help="Label.")
+@_sampling_options
+@click.option("--stop", multiple=True, help="String that ends the answer; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of sequence.")
+def submit(prompt: str | None, redis_url: str, queue: str, chat: bool, as_json: bool, timeout: float | None, **options: Any) -> None:
+    """Submit PROMPT and print the answer.
+
+    Without PROMPT, or with -, each line of stdin is a prompt: all are in flight together, and answered in their order.
+    """
+    request_id = options.pop("request_id")
+    options = {name: value for name, value in options.items() if value not in (None, ())}
+    if timeout is not None:
+        options["deadline_s"] = timeout + DEADLINE_GRACE_S
+    prompts: Iterable[str] = _stdin_lines() if prompt in (None, "-") else [prompt]
+    if prompt in (None, "-") and request_id is not None:
+        raise click.UsageError("--id is for one prompt")
+    with open_client(redis_url, queue) as client:
+        run = _Run(client, chat, timeout, options, _Printer(as_json, options["stream"]))
+        run.answer_all(prompts, request_id, many=prompt in (None, "-"))
+
+
+def _stdin_lines() -> Iterator[str]:
+    """Lines of stdin as they come, blank ones left out.
+
+    Read without a buffer of Python's: a thread that waits in one would block the interpreter's end.
+    """
+    if sys.stdin.isatty():
+        raise click.UsageError("give a PROMPT, or prompts on stdin, one a line")
+    rest = b""
+    while data := os.read(0, _READ_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode(errors="surrogateescape") for line in lines if line.strip())
+    if rest.strip():
+        yield rest.decode(errors="surrogateescape")
+
+
+@dataclass(frozen=True, slots=True)
+class _Printer:
+    """Writes answers to stdout."""
+
+    as_json: bool
+    stream: bool
+
+    def answer(self, handle: Handle, timeout_s: float | None) -> None:
+        """Wait for the answer and print it; what `Handle.result` raises is raised."""
+        if self.stream:
+            self._streamed(handle, timeout_s)
+        elif self.as_json:
+            self._object(_result(handle.result(timeout_s)))
+        else:
+            self._write(handle.result(timeout_s).text + "\n")
+
+    def error(self, error: HeadraceError, request_id: str) -> None:
+        """In JSON an answer that is an error keeps its line; as text it is said on stderr alone."""
+        if self.as_json:
+            self._object({"id": request_id, "error": codec.encode_error(error)})
+
+    def _streamed(self, handle: Handle, timeout_s: float | None) -> None:
+        begun = False
+        try:
+            for chunk in handle.stream(timeout_s):
+                begun = True
+                self._object(_chunk(handle.id, chunk)) if self.as_json else self._write(chunk.text)
+        finally:
+            if begun and not self.as_json:
+                self._write("\n")
+        if self.as_json:
+            self._object(_result(handle.result(timeout_s)))
+
+    def _object(self, value: dict[str, Any]) -> None:
+        self._write(json.dumps(value, ensure_ascii=False) + "\n")
+
+    def _write(self, text: str) -> None:
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+
+
+def _result(result: Result) -> dict[str, Any]:
+    return codec.encode_result(result) | {"attempt": result.attempt}
+
+
+def _chunk(request_id: str, chunk: Chunk) -> dict[str, Any]:
+    return {"id": request_id, **codec.encode_chunk(chunk)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One prompt's request: its handle, or why it was not accepted."""
+
+    number: int
+    request_id: str
+    handle: Handle | HeadraceError
+    asked_s: float
+
+
+class _Run:
+    """Submits prompts in a thread, prints the answers in this one, and cancels what is in flight when it is cut short."""
+
+    def __init__(self, client: Client, chat: bool, timeout_s: float | None, options: dict[str, Any], printer: _Printer) -> None:
+        self._client = client
+        self._chat = chat
+        self._timeout_s = timeout_s
+        self._options = options
+        self._printer = printer
+        self._asked: queues.Queue[_Asked | BaseException | None] = queues.Queue(WINDOW)
+        self._in_flight: dict[str, None] = {}
+        self._stop = threading.Event()
+
+    def answer_all(self, prompts: Iterable[str], request_id: str | None, *, many: bool) -> None:
+        """Raises the error of a single prompt; of many each is reported, and the first one's exit code is the command's."""
+        threading.Thread(target=self._submit_all, args=(prompts, request_id), daemon=True).start()
+        first_error = 0
+        try:
+            while (asked := self._next()) is not None:
+                code = self._answer(asked, many)
+                first_error = first_error or code
+        except RedisUnavailable:
+            raise
+        except BaseException:
+            self._cancel_all()
+            raise
+        if first_error:
+            raise click.exceptions.Exit(first_error)
+
+    def _next(self) -> _Asked | None:
+        asked = self._asked.get()
+        if isinstance(asked, BaseException):
+            raise asked
+        return asked
+
+    def _answer(self, asked: _Asked, many: bool) -> int:
+        """Print one answer; returns the exit code that it alone would give."""
+        code = 0
+        try:
+            if isinstance(asked.handle, HeadraceError):
+                raise asked.handle
+            self._printer.answer(asked.handle, self._remaining_s(asked))
+        except HeadraceError as error:
+            code = self._failed(asked, error, many)
+        self._in_flight.pop(asked.request_id, None)
+        return code
+
+    def _failed(self, asked: _Asked, error: HeadraceError, many: bool) -> int:
+        self._printer.error(error, asked.request_id)
+        if isinstance(error, WaitTimeout):
+            self._cancel([asked.request_id])
+        if not many or isinstance(error, RedisUnavailable):
+            self._in_flight.pop(asked.request_id, None)
+            raise error
+        complain(error, f"prompt {asked.number}: ")
+        return exit_code(error)
+
+    def _remaining_s(self, asked: _Asked) -> float | None:
+        return None if self._timeout_s is None else max(0.0, asked.asked_s + self._timeout_s - time.monotonic())
+
+    def _submit_all(self, prompts: Iterable[str], request_id: str | None) -> None:
+        try:
+            for number, prompt in enumerate(prompts, 1):
+                if self._stop.is_set():
+                    return
+                self._asked.put(self._submit(number, prompt, request_id or new_id()))
+            self._asked.put(None)
+        except BaseException as error:  # raised again where the command is
+            self._asked.put(error)
+
+    def _submit(self, number: int, prompt: str, request_id: str) -> _Asked:
+        content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
+        self._in_flight[request_id] = None  # before it is: a cancellation may come first
+        asked_s = time.monotonic()
+        try:
+            handle: Handle | HeadraceError = self._client.submit(**content, id=request_id, **self._options)
+        except HeadraceError as error:
+            handle = error
+        return _Asked(number, request_id, handle, asked_s)
+
+    def _cancel_all(self) -> None:
+        self._stop.set()
+        self._cancel(list(self._in_flight))
+
+    def _cancel(self, request_ids: Iterable[str]) -> None:
+        """As far as Redis answers: whoever interrupts us does not wait for it."""
+        with suppress(HeadraceError):
+            for request_id in request_ids:
+                self._client.abandon(request_id)
