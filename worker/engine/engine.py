@@ -19,6 +19,7 @@ import structlog
 from producer.keys import Tier
 from producer.sampling import SamplingParams
 from producer.wire import FinishReason, GenerateRequest, Result
+from worker.engine import structured
 from worker.engine.config import EngineConfig
 from worker.engine.detokenizer import Detokenizer
 from worker.engine.failures import FatalDeviceError, as_request_error, is_fatal
@@ -28,6 +29,7 @@ from worker.engine.model_runner import ModelRunner
 from worker.engine.offline import run_to_end
 from worker.engine.request import Request, Sampled, ScheduledChunk, StepOutput, StepPlan
 from worker.engine.scheduler import Scheduler, SchedulerStats
+from worker.engine.structured import GrammarCompiler
 
 log = structlog.get_logger("headrace.engine")
 
@@ -62,7 +64,7 @@ class Engine:
         self._loaded = load_model(config)
         self._runner = ModelRunner(self._loaded, config)
         self._scheduler = Scheduler(config, self._runner.num_blocks, self._runner.num_cpu_blocks, self._loaded.max_model_len)
-        self.inputs = InputProcessor(self._loaded.tokenizer, _limits(self._loaded, config))
+        self.inputs = _make_inputs(self._loaded, config.seed)
         self._requests: dict[str, Request] = {}
         self._ended_early: list[StepOutput] = []
         self._idle_since_s: float | None = None
@@ -92,6 +94,8 @@ class Engine:
             ContextLengthExceeded: it can never fit the context or the KV cache.
         """
         assert request.id not in self._requests, f"{request.id} is in the engine"
+        if request.grammar is not None:
+            request.grammar.catch_up(request.output_token_ids)
         finish_reason, stop_reason = _finish(request)
         if finish_reason is not None:
             output = StepOutput(request, len(request.output_token_ids), [], finish_reason=finish_reason, stop_reason=stop_reason)
@@ -195,13 +199,15 @@ class Engine:
         if sampled is None:
             return None
         if sampled.error_code is not None:
-            return self._fail(request, sampled.error_code, "the model's output is not finite")
+            return self._fail(request, sampled.error_code, "no token can be chosen: the model's output is not finite, or all is forbidden")
         index = len(request.output_token_ids)
         if request.kind != "generate":
             self._end(request)
             score = request.score if request.kind == "score" else None
             return StepOutput(request, index, [], finish_reason="stop", score=score, embedding=sampled.embedding)
         request.output_token_ids.append(sampled.token_id)
+        if request.grammar is not None:
+            request.grammar.catch_up(request.output_token_ids)
         if sampled.logprob is not None:
             request.logprobs.append(sampled.logprob)
         finish_reason, stop_reason = _finish(request)
@@ -234,10 +240,12 @@ def _finish(request: Request) -> tuple[FinishReason | None, int | None]:
         return "stop", None
     if last in request.params.stop_token_ids:
         return "stop", last
+    if request.grammar is not None and request.grammar.complete:
+        return "stop", None
     return ("length" if len(request.output_token_ids) >= request.max_tokens else None), None
 
 
-def _limits(loaded: LoadedModel, config: EngineConfig) -> ModelLimits:
-    return ModelLimits(
-        max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids, seed=config.seed
-    )
+def _make_inputs(loaded: LoadedModel, seed: int) -> InputProcessor:
+    limits = ModelLimits(max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids, seed=seed)
+    grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids) if structured.is_available() else None
+    return InputProcessor(loaded.tokenizer, limits, grammars)

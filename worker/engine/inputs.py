@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from producer.sampling import SamplingParams
 from producer.validate import fail
 from producer.wire import GenerateRequest
 from worker.engine.request import Request
+from worker.engine.structured import Grammar, GrammarCompiler
 from worker.engine.text_decoder import vocabulary_of
 
 DEFAULT_MAX_TOKENS = 256
@@ -47,16 +48,16 @@ class InputProcessor:
     Args:
         tokenizer: a fast tokenizer of transformers; whatever truncation or padding it is set to do is turned off.
         limits: what the model allows.
-        make_grammar: compiles a request's ``response_format``; None where structured output is not available.
+        grammars: compiles a request's ``response_format``; None where structured output is not installed.
     """
 
-    def __init__(self, tokenizer: Any, limits: ModelLimits, make_grammar: Callable[[Mapping[str, Any]], Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, limits: ModelLimits, grammars: GrammarCompiler | None = None) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._limits = limits
-        self._make_grammar = make_grammar
+        self._grammars = grammars
         self._max_bytes_per_token = _max_bytes_per_token(tokenizer)
 
     def prepare(self, wanted: GenerateRequest) -> Request:
@@ -117,10 +118,10 @@ class InputProcessor:
             source=wanted.source,
         )
 
-    def _grammar(self, response_format: Mapping[str, Any]) -> Any:
-        if self._make_grammar is None:
+    def _grammar(self, response_format: Mapping[str, Any]) -> Grammar | None:
+        if self._grammars is None:
             raise InvalidRequest("structured output is not installed on this worker (headrace[grammar])", field="response_format")
-        return self._make_grammar(response_format)
+        return self._grammars.compile(response_format)
 
     # Tokens
 

@@ -1,6 +1,6 @@
 """Chooses the next tokens of a batch. Each row depends on its own logits and request alone, bit for bit.
 
-Order, as in vLLM: bias, minimum length, penalties (`penalties`); then greedy, or temperature, min-p, top-k, top-p
+Order, as in vLLM: bias, minimum length, penalties (`penalties`), grammar (`structured`); then greedy, or temperature, min-p, top-k, top-p
 (`filters`) and a draw by the Gumbel-max trick with noise that is a function of (seed, position, token) (`noise`).
 Log-probabilities are of the model's own distribution, before all of this.
 """
@@ -17,9 +17,11 @@ from worker.engine.filters import MASS_BITS, SampledRows, as_mass, floors
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjust_logits, adjusts
 from worker.engine.request import Request, Sampled
+from worker.engine.structured import forbid_tokens
 
 MIN_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as at 0
 HEAD_NATS = 10.0  # without a filter, tokens within this of the likeliest are drawn one by one, the others as one tail
+_NO_TOKEN = -1
 FAILED = Sampled(error_code="BATCH_FAILED")
 
 
@@ -39,16 +41,16 @@ class Sampler:
         if not requests:
             return []
         top, likeliest = logits.max(dim=-1)  # a NaN is greater than all, so the maximum tells of every bad value
-        good = torch.isfinite(top).tolist()
-        token_ids: list[int] = likeliest.tolist()
-        adjusted = [row for row, request in enumerate(requests) if good[row] and _adjusted(request)]
+        token_ids: list[int] = torch.where(torch.isfinite(top), likeliest, _NO_TOKEN).tolist()
+        good = [row for row, token in enumerate(token_ids) if token != _NO_TOKEN]
+        adjusted = [row for row in good if _adjusted(requests[row])]
         if adjusted:
             _put(token_ids, adjusted, _choose_adjusted(_select(logits, adjusted), [requests[row] for row in adjusted]))
-        drawn = [row for row, request in enumerate(requests) if good[row] and not (_greedy(request) or _adjusted(request))]
+        drawn = [row for row in good if not (_greedy(requests[row]) or _adjusted(requests[row]))]
         if drawn:
             _put(token_ids, drawn, _draw(_select(logits, drawn), _select(top, drawn), [requests[row] for row in drawn]))
-        logprobs = _logprobs_by_row(logits, requests, [token if good[row] else None for row, token in enumerate(token_ids)])
-        return [Sampled(token, logprobs.get(row)) if good[row] else FAILED for row, token in enumerate(token_ids)]
+        logprobs = _logprobs_by_row(logits, requests, token_ids)
+        return [FAILED if token == _NO_TOKEN else Sampled(token, logprobs.get(row)) for row, token in enumerate(token_ids)]
 
 
 def _greedy(request: Request) -> bool:
@@ -72,12 +74,13 @@ def _put(token_ids: list[int], rows: Sequence[int], chosen: Sequence[int]) -> No
 
 
 def _choose_adjusted(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Choose, greedily or not, from adjusted logits; ``logits`` [rows, vocab] float32."""
+    """Choose, greedily or not, from adjusted logits; ``logits`` [rows, vocab] float32. `_NO_TOKEN` where all is forbidden."""
     logits = logits.clone()
     adjust_logits(logits, requests)
+    forbid_tokens(logits, [request.grammar for request in requests])
     top, likeliest = logits.max(dim=-1)
-    token_ids: list[int] = likeliest.tolist()
-    drawn = [row for row, request in enumerate(requests) if not _greedy(request)]
+    token_ids: list[int] = torch.where(torch.isfinite(top), likeliest, _NO_TOKEN).tolist()
+    drawn = [row for row, request in enumerate(requests) if not _greedy(request) and token_ids[row] != _NO_TOKEN]
     if drawn:
         _put(token_ids, drawn, _draw(_select(logits, drawn), _select(top, drawn), [requests[row] for row in drawn]))
     return token_ids
@@ -132,13 +135,13 @@ def _gumbel_max(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor) ->
     return chosen.tolist(), best, mass
 
 
-def _logprobs_by_row(logits: torch.Tensor, requests: Sequence[Request], token_ids: Sequence[int | None]) -> dict[int, TokenLogprob]:
-    """The log-probabilities of the rows that want them; ``token_ids``: what was chosen, None where nothing could be."""
-    wanted = {row: token for row, token in enumerate(token_ids) if token is not None and requests[row].params.logprobs is not None}
+def _logprobs_by_row(logits: torch.Tensor, requests: Sequence[Request], token_ids: Sequence[int]) -> dict[int, TokenLogprob]:
+    """The log-probabilities of the rows that want them."""
+    wanted = [row for row, token in enumerate(token_ids) if token != _NO_TOKEN and requests[row].params.logprobs is not None]
     if not wanted:
         return {}
-    chosen = [(requests[row], token) for row, token in wanted.items()]
-    return dict(zip(wanted, _logprobs(_select(logits, list(wanted)), chosen), strict=True))
+    chosen = [(requests[row], token_ids[row]) for row in wanted]
+    return dict(zip(wanted, _logprobs(_select(logits, wanted), chosen), strict=True))
 
 
 def _logprobs(logits: torch.Tensor, chosen: Sequence[tuple[Request, int]]) -> list[TokenLogprob]:
