@@ -1,10 +1,11 @@
-"""A TCP proxy whose connections a test can cut, or whose replies it can swallow."""
+"""A TCP proxy whose connections a test can cut, delay or let fall silent, and whose replies it can swallow."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,8 @@ class Proxy:
     Attributes:
         cut_replies: how many more replies are swallowed, each together with its connection.
         num_connections: how many were opened so far.
+        delay_s: how late everything arrives, each way.
+        silent: nothing arrives any more, and nobody is told; a connection that lost something so stays silent for good.
     """
 
     def __init__(self, target_port: int) -> None:
@@ -25,6 +28,8 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self.cut_replies = 0
         self.num_connections = 0
+        self.delay_s = 0.0
+        self.silent = False
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
@@ -64,11 +69,16 @@ class Proxy:
             threading.Thread(target=self._forward, args=(server, client, True), daemon=True).start()
 
     def _forward(self, source: socket.socket, target: socket.socket, replies: bool) -> None:
+        silent = False
         try:
             while data := source.recv(_CHUNK):
                 if replies and self._swallow():
                     break
-                target.sendall(data)
+                if self.delay_s:
+                    time.sleep(self.delay_s)
+                silent = silent or self.silent
+                if not silent:
+                    target.sendall(data)
         except OSError:
             pass
         finally:

@@ -68,6 +68,7 @@ class Worker:
         self._keys = Keys(config.queue)
         self._client = connect(config.redis_url, socket_timeout=config.socket_timeout_s, socket_connect_timeout=config.socket_timeout_s)
         self._stops_asked = 0
+        self._draining = False
         self._changed = threading.Event()
         outage = Outage()
         self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
@@ -80,10 +81,10 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """``starting``, ``running``, ``draining``, ``wedged`` or ``failed``."""
+        """``starting``, ``running``, ``draining`` (it reads no more), ``wedged`` or ``failed``."""
         if self.loop.failure is not None:
             return "failed"
-        if self._stops_asked:
+        if self._draining:
             return "draining"
         if not self.loop.ready:
             return "starting"
@@ -141,8 +142,9 @@ class Worker:
 
     def _drain(self) -> None:
         """Finish what runs, for as long as there is time."""
-        self._keeper.beat_soon()
         self._intake.stop()
+        self._draining = True
+        self._keeper.beat_soon()
         deadline_s = time.monotonic() + self.config.drain_s
         while len(self.registry) and self._stops_asked == 1 and self.loop.failure is None and time.monotonic() < deadline_s:
             self.registry.await_change(0.1)

@@ -9,6 +9,8 @@ import redis
 from redis.exceptions import ResponseError
 
 from producer.keys import GROUP, TIERS, Keys, Tier
+from producer.scripts import Argument
+from worker.stream.scripts import load
 
 
 class Heartbeat:
@@ -25,16 +27,13 @@ class Heartbeat:
         self._ttl_ms = int(ttl_s * 1000)
         self._started_ms: int | None = None
 
-    def beat(self, fields: Mapping[str, Any]) -> None:
+    def beat(self, fields: Mapping[str, Argument]) -> None:
         """Write ``fields``, and beside them ``started_ms``, the Redis time of the first beat."""
         if self._started_ms is None:
             seconds, microseconds = self._client.time()
             self._started_ms = seconds * 1000 + microseconds // 1000
-        key = self._keys.worker(self._name)
-        with self._client.pipeline(transaction=True) as pipeline:
-            pipeline.hset(key, mapping=dict[Any, Any](fields) | {"started_ms": self._started_ms})
-            pipeline.pexpire(key, self._ttl_ms)
-            pipeline.execute()
+        said = [part for item in {**fields, "started_ms": self._started_ms}.items() for part in item]
+        load("beat")(self._client, [self._keys.worker(self._name)], [self._ttl_ms, *said])
 
     def stop(self) -> None:
         """The worker ends in order."""
