@@ -71,9 +71,8 @@ def discover_layers(model: Any, max_model_len: int, num_tokens: int = 2, num_log
     model.set_attn_implementation(_NAME)
     try:
         positions = torch.arange(num_tokens, device=model.device)
-        model(
-            input_ids=torch.zeros_like(positions)[None], position_ids=positions[None], use_cache=False, logits_to_keep=positions[:num_logits]
-        )
+        tokens = torch.zeros_like(positions)
+        model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=positions[:num_logits])
     finally:
         model.set_attn_implementation(implementation)
     if not watch.layers:
