@@ -1,0 +1,75 @@
+"""Triton's attention kernels compiled for real cards, without one: see test_attention_triton.py.
+
+The interpreter takes programs that the compiler refuses, so both are asked. A driver that only names a card stands in for the
+card; launches end after the compilation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.paged_attention import Case, make_step
+from worker.engine.attention import triton_backend
+
+CASES = {
+    "decodes": Case(query_lens=(1, 1), seq_lens=(2000, 100), num_heads=9, num_kv_heads=3),
+    "mixed": Case(query_lens=(1, 100), seq_lens=(2000, 100), num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128),
+    "everything": Case(
+        query_lens=(1, 40), seq_lens=(2000, 4000), num_heads=10, head_dim=80, value_dim=72, window=1300, softcap=2.0, sinks=True
+    ),
+    "wide": Case(query_lens=(1, 40), seq_lens=(500, 500), head_dim=256, value_dim=256),
+}
+
+
+class NamedCard:
+    """A driver of a card that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@pytest.fixture(params=[80, 90], ids=["Ampere", "Hopper"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What launches compile instead of running, for one card."""
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **options: Any) -> None:
+        kernels.append(run(self, *args, **{**options, "warmup": True}))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda _: 108)
+    driver.set_active(NamedCard(request.param))
+    return kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_and_fit_a_small_card(name: str, dtype: torch.dtype, compiled: list[Any]) -> None:
+    step = make_step(CASES[name], dtype)
+    triton_backend.attend(*step.arguments, **step.options)
+    assert [kernel.name for kernel in compiled] == ["write_kv_kernel", "paged_attention_kernel", "reduce_splits_kernel"]
+    assert all(kernel.asm["cubin"] for kernel in compiled)
+    assert all(kernel.metadata.shared <= 99 * 1024 for kernel in compiled)
+
+
+def test_batch_sizes_and_lengths_share_one_kernel(compiled: list[Any]) -> None:
+    for query_lens, seq_lens in (((1,), (1000,)), ((1,) * 3, (16, 300, 900)), ((1,) * 16, (512,) * 16), ((1,) * 17, (513,) * 17)):
+        step = make_step(Case(query_lens=query_lens, seq_lens=seq_lens), torch.bfloat16)
+        triton_backend.attend(*step.arguments, **step.options)
+    assert len({id(kernel) for kernel in compiled}) == 3

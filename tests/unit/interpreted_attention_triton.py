@@ -1,0 +1,164 @@
+"""Triton's attention kernels against the definition, run by Triton's interpreter: see test_attention_triton.py.
+
+Float32 throughout: the interpreter's bfloat16 products are wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.paged_attention import Case, attention_by_definition, fresh, make_step, relative_error
+from worker.engine.attention import triton_backend
+from worker.engine.attention.triton_backend import attend, choose_tiles, decode_split_count, prefill_split_count, write_kv
+
+CASES = {
+    "decodes": Case(query_lens=(1, 1, 1), seq_lens=(5, 40, 17)),
+    "one token": Case(query_lens=(1,), seq_lens=(1,)),
+    "one chunk": Case(query_lens=(37,), seq_lens=(37,)),
+    "a chunk in the middle": Case(query_lens=(21,), seq_lens=(150,)),
+    "chunks of one token after a chunk": Case(query_lens=(1, 20, 1), seq_lens=(33, 20, 8)),
+    "mixed": Case(query_lens=(1, 1, 7, 70), seq_lens=(30, 64, 7, 90)),
+    "split decodes": Case(query_lens=(1, 1, 1), seq_lens=(1300, 3, 600)),
+    "split chunks": Case(query_lens=(1, 9, 30), seq_lens=(5, 1100, 1204), num_kv_heads=1, num_heads=2),
+    "multi head": Case(query_lens=(1, 18), seq_lens=(65, 18), num_heads=3, num_kv_heads=3),
+    "multi query": Case(query_lens=(1, 5), seq_lens=(65, 20), num_heads=71, num_kv_heads=1, head_dim=16, value_dim=16),
+    "groups of three": Case(query_lens=(1, 25), seq_lens=(65, 48), num_heads=9, num_kv_heads=3),
+    "head size 80": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=80, value_dim=80),
+    "head size 12": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=12, value_dim=12),
+    "head size 256": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=256, value_dim=256),
+    "narrower values": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=48, value_dim=24),
+    "wider values": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=24, value_dim=40),
+    "blocks of 32": Case(query_lens=(1, 18), seq_lens=(35, 50), block_size=32),
+    "blocks of 48": Case(query_lens=(1, 18), seq_lens=(135, 100), block_size=48),
+    "window": Case(query_lens=(1, 1, 30), seq_lens=(100, 9, 90), window=20),
+    "window of one": Case(query_lens=(1, 9), seq_lens=(100, 9), window=1),
+    "window over splits": Case(query_lens=(1, 20), seq_lens=(1500, 1500), window=1100, num_kv_heads=1, num_heads=3),
+    "soft cap": Case(query_lens=(1, 30), seq_lens=(100, 90), softcap=0.7),
+    "sinks": Case(query_lens=(1, 30), seq_lens=(100, 90), sinks=True),
+    "sinks over splits": Case(query_lens=(1, 20), seq_lens=(700, 1100), num_kv_heads=1, num_heads=2, sinks=True),
+    "everything": Case(
+        query_lens=(1, 1, 3, 20),
+        seq_lens=(800, 20, 3, 1300),
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=40,
+        value_dim=72,
+        window=1100,
+        softcap=2.0,
+        sinks=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_what_the_definition_says(name: str) -> None:
+    step = make_step(CASES[name])
+    out = attend(*step.arguments, **step.options)
+    assert relative_error(out, attention_by_definition(step)) < 2e-6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_batch(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(count: int, low: int, high: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    num_decodes, num_chunks = numbers(2, 1, 4)
+    query_lens = [1] * num_decodes + numbers(num_chunks, 2, 40)
+    seq_lens = [new + before for new, before in zip(query_lens, numbers(len(query_lens), 0, 400), strict=True)]
+    step = make_step(
+        Case(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens), num_heads=3, num_kv_heads=1, head_dim=32, value_dim=32, seed=seed)
+    )
+    assert relative_error(attend(*step.arguments, **step.options), attention_by_definition(step)) < 2e-6
+
+
+def test_the_write_changes_the_slots_of_the_step_and_nothing_else() -> None:
+    step = make_step(CASES["mixed"])
+    before, meta = fresh(step), step.meta
+    write_kv(step.key, step.value, step.k_cache, step.v_cache, meta.slot_mapping)
+    for cache, old, new in ((step.k_cache, before.k_cache, step.key), (step.v_cache, before.v_cache, step.value)):
+        blocks, offsets = meta.slot_mapping // meta.block_size, meta.slot_mapping % meta.block_size
+        assert torch.equal(cache[blocks, :, offsets], new)
+        old[blocks, :, offsets] = new
+        assert torch.equal(cache.nan_to_num(9e9), old.nan_to_num(9e9))
+
+
+def test_a_negative_slot_is_not_written() -> None:
+    step = make_step(CASES["decodes"])
+    before = fresh(step)
+    write_kv(step.key, step.value, step.k_cache, step.v_cache, torch.full_like(step.meta.slot_mapping, -1))
+    assert torch.equal(step.k_cache.nan_to_num(9e9), before.k_cache.nan_to_num(9e9))
+    assert torch.equal(step.v_cache.nan_to_num(9e9), before.v_cache.nan_to_num(9e9))
+
+
+def test_a_padded_row_without_keys_gives_zeros() -> None:
+    step = make_step(CASES["decodes"])
+    step.meta.seq_lens[1] = 0
+    out = attend(*step.arguments, **step.options)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert not out.isnan().any()
+
+
+def test_heads_may_be_slices_of_merged_projections() -> None:
+    step = make_step(CASES["mixed"])
+    expected = attend(*fresh(step).arguments, **step.options)
+    heads = [step.query, step.key, step.value]
+    merged = torch.cat(heads, 1)
+    query, key, value = merged.split([tensor.shape[1] for tensor in heads], 1)
+    assert not query.is_contiguous()
+    sliced = replace(step, query=query, key=key, value=value)
+    assert torch.equal(attend(*sliced.arguments, **step.options), expected)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")  # the interpreter's maximum of the broken row
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    step = make_step(CASES["mixed"])
+    clean = attend(*fresh(step).arguments, **step.options)
+    step.query[1] = torch.nan
+    step.key[1] = torch.nan
+    out = attend(*step.arguments, **step.options)
+    assert out[1].isnan().all()
+    others = [row for row in range(len(out)) if row != 1]
+    assert torch.equal(out[others], clean[others])
+
+
+def test_the_grid_of_decodes_does_not_depend_on_the_lengths() -> None:
+    """A captured launch is replayed for other lengths: here, the same launch with lengths changed on the device alone."""
+    long = make_step(Case(query_lens=(1, 1), seq_lens=(900, 1200)))
+    short = make_step(Case(query_lens=(1, 1), seq_lens=(20, 400)))
+    captured = replace(short, meta=replace(short.meta, max_seq_len=long.meta.max_seq_len))  # what a capture assumes
+    out = attend(*captured.arguments, **short.options)
+    assert relative_error(out, attention_by_definition(short)) < 2e-6
+
+
+def test_a_decode_is_split_alike_in_a_batch_padded_to_a_power_of_two() -> None:
+    for batch_size in (3, 5, 9, 100):
+        padded = 1 << (batch_size - 1).bit_length()
+        assert decode_split_count(batch_size, 8, 100_000, 132) == decode_split_count(padded, 8, 100_000, 132)
+
+
+def test_split_counts_are_bounded_by_the_keys_and_the_device() -> None:
+    assert decode_split_count(4, 8, 200, 132) == 1
+    assert decode_split_count(1, 1, 1_000_000, 132) == 64
+    assert decode_split_count(256, 8, 1_000_000, 132) == 8
+    assert prefill_split_count(0, 8, 100_000, 132) == 1
+    assert prefill_split_count(4, 8, 100_000, 132) == 8
+    assert prefill_split_count(400, 8, 100_000, 132) == 1
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [12, 64, 80, 128, 192, 256, 512])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_tiles_fit_the_shared_memory_of_every_card(group: int, head_dim: int, itemsize: int) -> None:
+    tiles = choose_tiles(group, head_dim, head_dim, itemsize)
+    width = max(16, 1 << (head_dim - 1).bit_length())
+    assert (2 * tiles.stages * tiles.keys + tiles.prefill_rows) * width * itemsize <= 99 * 1024
+    assert min(tiles.decode_rows, tiles.prefill_rows) >= max(16, group)
+
+
+def test_the_interpreter_runs_these_tests() -> None:
+    assert type(triton_backend.write_kv_kernel).__name__ == "InterpretedFunction"

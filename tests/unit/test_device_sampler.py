@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from producer.sampling import SamplingParams
+from worker.engine.device_sampler import is_device_sampled, sample_on_device
+from worker.engine.request import Request
+from worker.engine.sampler import Sampler
+
+VOCAB = 3000
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "hot": {"temperature": 3.0},
+    "cold": {"temperature": 0.05},
+    "top-k": {"temperature": 1.0, "top_k": 40},
+    "top-k of most": {"temperature": 1.0, "top_k": 2000},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "flat top-p": {"temperature": 3.0, "top_p": 0.99},
+    "min-p": {"temperature": 1.2, "min_p": 0.05},
+    "all filters": {"temperature": 1.2, "min_p": 0.001, "top_k": 100, "top_p": 0.7},
+}
+
+
+def make_request(seed: int, num_tokens: int = 5, **params: object) -> Request:
+    settings = SamplingParams(**params)  # type: ignore[arg-type]  # settings by name, as a caller gives them
+    return Request(id=f"r{seed}", prompt_token_ids=[1] * num_tokens, params=settings, max_tokens=8, seed=seed)
+
+
+def rows(count: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_chooses_what_the_sampler_chooses(name: str) -> None:
+    requests = [make_request(seed, **SETTINGS[name]) for seed in range(60)]
+    logits = rows(60, seed=1)
+    tokens, good = sample_on_device(logits, requests)
+    assert good.all()
+    assert tokens.tolist() == [sampled.token_id for sampled in Sampler()(logits, requests)]
+
+
+def test_a_row_of_a_mixed_batch_is_chosen_as_if_alone() -> None:
+    requests = [make_request(seed, **params) for seed, params in enumerate(list(SETTINGS.values()) * 4)]
+    logits = rows(len(requests), seed=2).bfloat16()
+    alone = [sample_on_device(logits[row : row + 1], requests[row : row + 1]).token_ids.item() for row in range(len(requests))]
+    assert sample_on_device(logits, requests).token_ids.tolist() == alone
+
+
+def test_the_unlikely_tokens_are_drawn_as_often_as_they_should_be() -> None:
+    """Flat logits: the filterless draw takes the tail as one token; every token must still be as likely as the others."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 0] = 9.0  # all others are more than HEAD_NATS below, and hold a quarter of the mass
+    requests = [make_request(seed, temperature=1.0) for seed in range(400)]
+    tokens = sample_on_device(logits.expand(400, -1), requests).token_ids
+    share = (tokens != 0).float().mean().item()
+    assert abs(share - (VOCAB - 1) / (VOCAB - 1 + torch.tensor(9.0).exp().item())) < 0.08
+    assert len(set(tokens[tokens != 0].tolist())) > 60
+
+
+def test_a_row_that_is_not_finite_is_marked_and_harms_no_other() -> None:
+    logits = rows(3, seed=3)
+    clean = sample_on_device(logits, [make_request(seed, temperature=1.0) for seed in range(3)])
+    logits[1, 7] = torch.nan
+    tokens, good = sample_on_device(logits, [make_request(seed, temperature=1.0) for seed in range(3)])
+    assert good.tolist() == [True, False, True]
+    assert tokens[[0, 2]].tolist() == clean.token_ids[[0, 2]].tolist()
+
+
+def test_what_needs_the_host_is_left_to_the_sampler() -> None:
+    assert is_device_sampled(make_request(0, temperature=1.0, top_p=0.5))
+    assert not is_device_sampled(make_request(0, logprobs=2))
+    assert not is_device_sampled(make_request(0, repetition_penalty=1.1))
+    assert not is_device_sampled(make_request(0, logit_bias={3: 1.0}))
+    assert not is_device_sampled(make_request(0, min_tokens=2))

@@ -1,0 +1,162 @@
+"""Decode steps as CUDA graphs: hundreds of kernel launches become one.
+
+On a small model the launches of an eager step take longer than the device needs for its work; a graph replays them all at once
+(CUDA graphs; vLLM and SGLang decode likewise). A graph's shapes and addresses are fixed, so there is one a batch size, of a few,
+over buffers that all share; a batch is padded to the next size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from worker.engine.attention.metadata import StepMetadata
+
+Forward = Callable[[Tensor, Tensor, StepMetadata, Tensor], Tensor]
+"""(input_ids [1, T], positions [1, T], metadata, rows whose logits are wanted) -> logits [rows, vocab], without a wait for the device."""
+
+
+class Recording(Protocol):
+    """Work on the device that can be done again, on the same addresses."""
+
+    def replay(self) -> object: ...
+
+
+Record = Callable[[Callable[[], Tensor]], tuple[Recording, Tensor]]
+"""Runs a function and records its work; returns the recording and the function's result, whose memory a replay overwrites."""
+
+
+class _Graph(NamedTuple):
+    recording: Recording
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """Graphs of decode steps, for the batch sizes 1, 2, 4, 8, ... and ``max_batch_size``.
+
+    A padded row has slot -1 and length 0: the attention kernels neither write nor read the KV cache for it, so it cannot touch a
+    live block. Its other inputs are token 0 at position 0, and nobody looks at its logits.
+
+    Args:
+        forward: see `Forward`.
+        max_batch_size: the largest batch that is replayed; larger ones are refused by `run`.
+        max_blocks: columns of a block table: blocks of the longest sequence there can be.
+        record: makes the recordings; by default CUDA graphs that share one memory pool.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        max_batch_size: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        record: Record | None = None,
+    ) -> None:
+        self._forward = forward
+        self._record = record if record is not None else CudaGraphRecorder(device)
+        self._sizes = padded_sizes(max_batch_size)
+        self._block_size = block_size
+        self._ids = torch.zeros(1, max_batch_size, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._ids)
+        self._slots = torch.full((max_batch_size,), -1, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
+        self._starts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(max_batch_size, device=device)
+        self._graphs: dict[int, _Graph] = {}
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture every size, the largest first, so that the smaller ones fit into its memory.
+
+        Raises whatever the model does that a capture does not allow (a wait for the device, most likely).
+        """
+        for size in reversed(self._sizes):
+            self._graph(size)
+
+    @torch.inference_mode()
+    def run(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata) -> Tensor | None:
+        """Replay a step.
+
+        Args:
+            input_ids: ``[1, B]``; positions ``[1, B]``.
+
+        Returns:
+            logits ``[B, vocab]``, overwritten by the next replay of this size; None where the batch is not of decodes alone or too large.
+        """
+        count = meta.seq_lens.shape[0]
+        if meta.num_decodes < count or count > self._sizes[-1]:
+            return None
+        graph = self._graph(next(size for size in self._sizes if size >= count))
+        self._ids[:, :count].copy_(input_ids)
+        self._positions[:, :count].copy_(positions)
+        self._fill(meta, count)
+        graph.recording.replay()
+        return graph.logits[:count]
+
+    def _graph(self, size: int) -> _Graph:
+        if size not in self._graphs:
+            self._pad_from(0)
+            inputs = self._ids[:, :size], self._positions[:, :size], self._meta(size), self._rows[:size]
+            self._graphs[size] = _Graph(*self._record(lambda: self._forward(*inputs)))
+        return self._graphs[size]
+
+    def _fill(self, meta: StepMetadata, count: int) -> None:
+        self._slots[:count].copy_(meta.slot_mapping)
+        self._seq_lens[:count].copy_(meta.seq_lens)
+        self._tables[:count, : meta.block_tables.shape[1]].copy_(meta.block_tables)
+        self._pad_from(count)
+
+    def _pad_from(self, count: int) -> None:
+        """Take the rows behind the batch out of use: whatever used them before may have given its blocks to others."""
+        self._ids[:, count:].zero_()
+        self._positions[:, count:].zero_()
+        self._slots[count:].fill_(-1)
+        self._seq_lens[count:].zero_()
+
+    def _meta(self, size: int) -> StepMetadata:
+        return StepMetadata(
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=self._seq_lens[:size],
+            block_tables=self._tables[:size],
+            slot_mapping=self._slots[:size],
+            positions=self._positions[0, :size],
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=self._tables.shape[1] * self._block_size,
+            block_size=self._block_size,
+        )
+
+
+class CudaGraphRecorder:
+    """Records into CUDA graphs whose memory is shared: one replays at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
+        """Run ``work`` for its compilations and lazy set-up, then record it."""
+        aside = torch.cuda.Stream(self._device)
+        aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(aside):
+            work()
+        torch.cuda.current_stream(self._device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
+
+
+def padded_sizes(max_batch_size: int) -> list[int]:
+    """1, 2, 4, 8, ... below ``max_batch_size``, and itself."""
+    sizes = []
+    size = 1
+    while size < max_batch_size:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, max_batch_size]

@@ -1,0 +1,110 @@
+"""Chooses tokens without the host waiting for the device, for a step to follow that is launched before they are read.
+
+The same rules as `sampler`, in a form without data-dependent shapes: every token of a row gets its noise, where `sampler` makes
+noise for few. What needs the host (penalties, grammars, log-probabilities) is left to `sampler`; see `is_device_sampled`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from producer.sampling import SamplingParams
+from worker.engine.filters import MASS_BITS, SampledRows, as_mass
+from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
+from worker.engine.penalties import adjusts
+from worker.engine.request import Request
+from worker.engine.sampler import HEAD_NATS, MIN_TEMPERATURE
+
+_TOP_K_SORTED = 1024  # a top-k of at most this sorts so many tokens, any other filter by rank the whole vocabulary
+
+
+class DeviceTokens(NamedTuple):
+    """What was chosen, still on the device.
+
+    Attributes:
+        token_ids: ``[rows]`` int64.
+        good: ``[rows]`` bool; False for a row with a NaN, a +inf or nothing finite, whose token means nothing.
+    """
+
+    token_ids: Tensor
+    good: Tensor
+
+
+def is_device_sampled(request: Request) -> bool:
+    """Whether `sample_on_device` chooses this request's next token as `sampler.Sampler` would."""
+    return request.grammar is None and request.params.logprobs is None and not adjusts(request)
+
+
+def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceTokens:
+    """Choose the token at position ``num_tokens`` of each request; nothing is read from the device.
+
+    Args:
+        logits: ``[rows, vocab]``, any float dtype. Not written to.
+        requests: one a row, each `is_device_sampled`.
+    """
+    top, token_ids = logits.max(dim=-1)
+    drawn = [row for row, request in enumerate(requests) if request.params.temperature >= MIN_TEMPERATURE]
+    if drawn:
+        index = to_device(drawn, torch.int64, logits.device)
+        selected = logits.float() if len(drawn) == len(requests) else logits[index].float()
+        params = [requests[row].params for row in drawn]
+        temperature = to_device([p.temperature for p in params], torch.float32, logits.device)
+        keys = to_device([row_key(requests[row].seed, requests[row].num_tokens) for row in drawn], torch.int64, logits.device)
+        token_ids = token_ids.index_copy(0, index, _draw(SampledRows(selected, top[index].float(), temperature, params), keys))
+    return DeviceTokens(token_ids, torch.isfinite(top))
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list as a tensor on the device; from pinned memory for CUDA, since a copy from any other waits for the stream."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _draw(rows: SampledRows, keys: Tensor) -> Tensor:
+    """Gumbel-max over the tokens that the filters leave, ``[rows]``; see `sampler._draw` for the tail of rows without a filter."""
+    device = rows.logits.device
+    unfiltered = to_device([_is_unfiltered(p) for p in rows.params], torch.bool, device)
+    floor = torch.where(unfiltered, rows.top - HEAD_NATS * rows.temperature, _floors(rows))
+    allowed = rows.logits >= floor[:, None]
+    scaled = (rows.logits - rows.top[:, None]) / rows.temperature[:, None]
+    noisy = scaled + gumbel(keys[:, None], torch.arange(rows.logits.shape[1], device=device)[None, :])
+    best, token_ids = noisy.masked_fill(~allowed, -torch.inf).max(dim=-1)
+    if not any(_is_unfiltered(p) for p in rows.params):
+        return token_ids
+    mass = (as_mass(scaled.exp()) * allowed).sum(-1)
+    tail = (rows.total_mass() - mass).clamp_(min=0)
+    tail_noise = gumbel(keys, torch.full_like(keys, TAIL_TOKEN))
+    tail_best = (tail.double() * 2.0**-MASS_BITS).log().float() + tail_noise
+    unlikely_best, unlikely = noisy.masked_fill(allowed, -torch.inf).max(dim=-1)
+    return torch.where(unfiltered & (tail_best > best) & (unlikely_best > -torch.inf), unlikely, token_ids)
+
+
+def _is_unfiltered(params: SamplingParams) -> bool:
+    return params.top_p == 1.0 and params.top_k <= 0 and params.min_p == 0.0
+
+
+def _floors(rows: SampledRows) -> Tensor:
+    """``[rows]``: the least logit that min-p, top-k and top-p allow; see `filters.floors`."""
+    device, params = rows.logits.device, rows.params
+    min_p = to_device([math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params], torch.float32, device)
+    floor = rows.top + rows.temperature * min_p
+    if all(p.top_k <= 0 and p.top_p == 1.0 for p in params):
+        return floor
+    vocab = rows.logits.shape[1]
+    counts = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
+    size = min(_TOP_K_SORTED, vocab) if max(counts) <= _TOP_K_SORTED else vocab
+    values = rows.logits.topk(size, dim=-1).values if size < vocab else rows.logits.sort(dim=-1, descending=True).values
+    top_k = to_device(counts, torch.int64, device)[:, None]
+    top_p = to_device([p.top_p for p in params], torch.float64, device)[:, None]
+    allowed = (torch.arange(size, device=device) < top_k) & (values >= floor[:, None])
+    mass = as_mass(rows.weights(values)) * allowed
+    reached = mass.cumsum(-1)
+    kept = allowed & ((reached - mass) < top_p * reached[:, -1:])
+    last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
+    ranked = to_device([p.top_k > 0 or p.top_p < 1.0 for p in params], torch.bool, device)
+    return torch.where(ranked, values.gather(-1, last)[:, 0], floor)
