@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from producer.errors import InvalidRequest
-from producer.sampling import MAX_SCHEMA_BYTES
 from producer.validate import fail
 
 if TYPE_CHECKING:
@@ -135,10 +134,7 @@ def _source(response_format: Mapping[str, Any]) -> str | None:
     make = _SOURCES.get(kind) if isinstance(kind, str) else None
     if make is None:
         raise fail(f"{FIELD}.type", f"one of {', '.join(_SOURCES)}")
-    source = make(response_format)
-    if source is not None and len(source) > 2 * MAX_SCHEMA_BYTES:
-        raise fail(FIELD, f"at most {MAX_SCHEMA_BYTES} bytes")
-    return source
+    return make(response_format)
 
 
 def _json_schema(response_format: Mapping[str, Any]) -> str:
@@ -152,11 +148,7 @@ def _json_schema(response_format: Mapping[str, Any]) -> str:
 def _of_schema(schema: Mapping[str, Any]) -> str:
     from llguidance import LLMatcher
 
-    try:
-        text = json.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        raise fail(f"{FIELD}.json_schema.schema", "plain JSON") from None
-    return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
 
 
 def _regex(response_format: Mapping[str, Any]) -> str:
