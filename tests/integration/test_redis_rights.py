@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from tests.responder import Responder, Taken
 from tests.servers import binary, free_port
 
 OPS = Path(__file__).parents[2] / "ops"
-USERS = ("admin", "operator", "producer", "worker", "monitor")
+USERS = ("admin", "operator", "producer", "bulk", "worker", "monitor")
 
 
 class Guarded:
@@ -134,6 +135,23 @@ def test_durable_submission_works_with_the_producers_rights(untouched: Guarded, 
         pytest.skip("WAITAOF came with Redis 7.2")
     with Client(untouched.url("producer"), queue=queue) as client:
         assert client.submit("hello", durable=True).status() == "queued"
+    assert untouched.refusals() == []
+
+
+def test_bulk_jobs_run_with_exactly_their_rights(untouched: Guarded, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    headrace = [sys.executable, "-c", "from producer.cli import main; main()", "bulk"]
+    environment = os.environ | {"HEADRACE_REDIS": untouched.url("bulk")}
+
+    def run(*arguments: str) -> str:
+        return subprocess.run([*headrace, *arguments], env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    with Responder(untouched.url("admin"), "default").running():
+        job_id = run("submit", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/out.jsonl").strip()
+        run("worker", "--burst")
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert '"succeeded": 2' in run("status", job_id, "--json")
+    assert run("cancel", run("submit", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/two.jsonl").strip()) == "cancelled\n"
     assert untouched.refusals() == []
 
 

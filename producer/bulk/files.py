@@ -1,0 +1,187 @@
+"""The files of a bulk job. What stands in them is what is done: there is no other record.
+
+Lines are appended to ``<output>.part`` and ``<errors>.part``, which are renamed when the job is complete. A line that a crash
+cut off is removed, and its request, which has the same id again, is answered from the reply that is there already.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from producer.bulk.lines import MAX_LINE_BYTES, usage_of
+from producer.bulk.spec import BulkSpec
+from producer.errors import InternalError, InvalidRequest
+from producer.wire import Usage
+
+LOCK_TIMEOUT_S = 60.0
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+
+def read_lines(path: str) -> Iterator[tuple[int, str | None]]:
+    """Number (from 1) and text of each line that is not blank; the text is None where it is too long or not UTF-8."""
+    with open(path, "rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                _skip_line(file)
+                yield number, None
+            elif raw.strip():
+                yield number, _decoded(raw)
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (raw := file.readline(MAX_LINE_BYTES)) and not raw.endswith(b"\n"):
+        pass
+
+
+def _decoded(raw: bytes) -> str | None:
+    try:
+        return raw.decode("utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError:
+        return None
+
+
+class OutputFiles:
+    """Output and errors of one job, open for one run of it at a time.
+
+    Attributes:
+        done: numbers of the lines that are answered, in either file.
+        succeeded, failed, usage: counted from the files, and on.
+    """
+
+    def __init__(self, spec: BulkSpec) -> None:
+        self._spec = spec
+        self.done: set[int] = set()
+        self.succeeded = 0
+        self.failed = 0
+        self.usage = Usage()
+        self._output: BinaryIO | None = None
+        self._errors: BinaryIO | None = None
+
+    def __enter__(self) -> OutputFiles:
+        """Take the files, and read what earlier runs have written.
+
+        Raises:
+            InvalidRequest: the output is there and not of this job.
+            InternalError: another run of this job holds them.
+        """
+        self._output = self._open(self._spec.output)
+        self._errors = self._open(self._spec.errors)
+        for record in _records(self._output):
+            self._take(record, succeeded=True)
+        for record in _records(self._errors):
+            self._take(record, succeeded=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in (self._output, self._errors):
+            if file is not None:
+                file.close()
+
+    def write_answer(self, number: int, record: Mapping[str, Any]) -> None:
+        assert self._output is not None
+        _append(self._output, record)
+        self._count(number, record, succeeded=True)
+
+    def write_failure(self, number: int, record: Mapping[str, Any]) -> None:
+        assert self._errors is not None
+        _append(self._errors, record)
+        self._count(number, record, succeeded=False)
+
+    def finish(self) -> None:
+        """The job is complete: give the files their names. An errors file without a line is not kept."""
+        for path, file, keep in ((self._spec.errors, self._errors, self.failed > 0), (self._spec.output, self._output, True)):
+            assert file is not None
+            os.fsync(file.fileno())
+            part = _part(path)
+            part.rename(path) if keep else part.unlink()
+
+    def _open(self, path: str) -> BinaryIO:
+        """The part file, at its end, locked; a file that an earlier run completed becomes a part again."""
+        part = _part(path)
+        if Path(path).exists() and not part.exists():
+            self._check_ours(Path(path))
+            Path(path).rename(part)
+        file = part.open("a+b", buffering=0)
+        _lock(file)
+        _cut_torn_line(file)
+        return file
+
+    def _check_ours(self, path: Path) -> None:
+        with path.open("rb") as file:
+            first = file.readline()
+        try:
+            ours = self._spec.line_number(json.loads(first)["id"]) is not None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            ours = not first
+        if not ours:
+            raise InvalidRequest(f"{path} exists and is not of this job", field="output")
+
+    def _take(self, record: Mapping[str, Any], *, succeeded: bool) -> None:
+        number = self._spec.line_number(str(record.get("id")))
+        if number is None:
+            raise InvalidRequest("the output holds lines that are not of this job", field="output")
+        self._count(number, record, succeeded=succeeded)
+
+    def _count(self, number: int, record: Mapping[str, Any], *, succeeded: bool) -> None:
+        self.done.add(number)
+        self.succeeded += succeeded
+        self.failed += not succeeded
+        if succeeded:
+            usage = usage_of(record)
+            self.usage = Usage(self.usage.prompt_tokens + usage.prompt_tokens, self.usage.completion_tokens + usage.completion_tokens)
+
+
+def _part(path: str) -> Path:
+    return Path(path + ".part")
+
+
+def _lock(file: Any) -> None:
+    """Wait until no other run holds the file: one whose worker died may live a moment longer."""
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise InternalError("another run of this job holds its output") from None
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _cut_torn_line(file: Any) -> None:
+    """Remove what follows the last newline, looking backwards through the file."""
+    end = position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - 65536)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < end:
+        file.truncate(position)
+
+
+def _records(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    with open(file.name, "rb") as reader:
+        for raw in reader:
+            yield json.loads(raw)
+
+
+def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
+    """One write a line: what is killed in between leaves whole lines, or a torn one at the very end."""
+    data = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    written = file.write(data)
+    while written < len(data):  # a full disk raises; a signal may cut a large write short
+        written += file.write(data[written:])

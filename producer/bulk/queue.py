@@ -1,0 +1,166 @@
+"""Bulk jobs as rq jobs: put there, looked at, cancelled, worked off. Everything is JSON on the wire, no pickle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry as RedisRetry
+from rq import Queue, Retry, Worker
+from rq.exceptions import NoSuchJobError
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+from producer.bulk.job import CANCEL_FIELD, Interrupted
+from producer.bulk.spec import BulkSpec
+from producer.connection import connect
+from producer.errors import InvalidRequest, UnknownRequest
+
+QUEUE_NAME = "headrace-bulk"
+FUNCTION = "producer.bulk.job.run"
+MAX_CRASHES = 10  # runs that may die or raise before the job is failed for good
+RESULT_TTL_S = 7 * 86400
+FAILURE_TTL_S = 30 * 86400
+_OUTAGE_TRIES = 60  # of at most two seconds each: how long an outage of Redis rq's own commands bear
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A bulk job as an operator sees it.
+
+    Attributes:
+        status: rq's: ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ….
+        progress: the fields of `producer.bulk.job.Progress`; empty before the first run.
+        error: the last line of what the last run raised, if it did.
+    """
+
+    id: str
+    status: str
+    input: str
+    output: str
+    progress: dict[str, Any]
+    error: str | None
+
+
+def rq_connection(url: str) -> redis.Redis:
+    """A connection for rq, whose commands may be sent twice: it waits outages out where it stands."""
+    client = connect(url)
+    client.set_retry(RedisRetry(ExponentialWithJitterBackoff(base=0.1, cap=2.0), _OUTAGE_TRIES))
+    return client
+
+
+def bulk_queue(connection: redis.Redis) -> Queue:
+    return Queue(QUEUE_NAME, connection=connection, serializer=JSONSerializer, default_timeout=-1)
+
+
+def submit(connection: redis.Redis, spec: BulkSpec) -> Job:
+    """Enqueue a job; one whose id is known, in whatever state, is returned as it is."""
+    try:
+        return fetch(connection, spec.job_id)
+    except UnknownRequest:
+        return bulk_queue(connection).enqueue(
+            FUNCTION,
+            args=(spec.to_json(),),
+            job_id=spec.job_id,
+            description=f"bulk {spec.input} -> {spec.output}",
+            job_timeout=-1,
+            result_ttl=RESULT_TTL_S,
+            failure_ttl=FAILURE_TTL_S,
+            retry=Retry(max=MAX_CRASHES),
+        )
+
+
+def fetch(connection: redis.Redis, job_id: str) -> Job:
+    """Raises `UnknownRequest` where there is no such job."""
+    try:
+        return Job.fetch(job_id, connection=connection, serializer=JSONSerializer)
+    except NoSuchJobError:
+        raise UnknownRequest(f"no bulk job {job_id}") from None
+
+
+def cancel(connection: redis.Redis, job_id: str) -> str:
+    """Cancel a job; what it has on the queue is cancelled too, what is written stays.
+
+    Returns:
+        ``cancelled`` before it began, ``cancelling`` where it runs (its worker sees that within a second or two), ``finished``
+        where there was nothing to cancel any more.
+    """
+    job = fetch(connection, job_id)
+    status = job.get_status()
+    if status in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELED, JobStatus.STOPPED):
+        return "finished"
+    connection.hset(job.key, CANCEL_FIELD, "1")
+    if status == JobStatus.STARTED:
+        return "cancelling"
+    job.cancel()
+    return "cancelled"
+
+
+def jobs(connection: redis.Redis) -> Iterator[JobView]:
+    """All jobs that rq still knows: running ones first, then queued, then ended ones."""
+    queue = bulk_queue(connection)
+    registries = (queue.started_job_registry, queue.scheduled_job_registry, queue.failed_job_registry)
+    ended = (queue.finished_job_registry, queue.canceled_job_registry)
+    ids = [*registries[0].get_job_ids(cleanup=False), *queue.job_ids]
+    ids += [job_id for registry in (*registries[1:], *ended) for job_id in registry.get_job_ids(cleanup=False)]
+    for job in Job.fetch_many(list(dict.fromkeys(ids)), connection=connection, serializer=JSONSerializer):
+        if job is not None:
+            yield view(job)
+
+
+def view(job: Job) -> JobView:
+    spec = job.args[0] if job.args else {}
+    result = job.latest_result()
+    raised = (result.exc_string or "").strip().splitlines() if result is not None else []
+    return JobView(
+        id=job.id,
+        status=str(job.get_status(refresh=False).value),
+        input=str(spec.get("input", "")),
+        output=str(spec.get("output", "")),
+        progress=dict(job.meta),
+        error=raised[-1] if raised else None,
+    )
+
+
+class BulkWorker(Worker):
+    """An rq worker that notices within ``lease_s`` that another one died, and whose SIGTERM puts the running job back.
+
+    Only the job's progress is lost with a worker, and of that nothing: its files are the record.
+    """
+
+    def __init__(self, connection: redis.Redis, *, name: str | None = None, lease_s: int = 30) -> None:
+        if lease_s < 2:
+            raise InvalidRequest("lease must be at least 2 seconds", field="lease")
+        self._lease_s = lease_s
+        super().__init__(
+            [bulk_queue(connection)],
+            connection=connection,
+            name=name,
+            serializer=JSONSerializer,
+            job_monitoring_interval=max(1, lease_s // 3),
+            maintenance_interval=lease_s,
+            worker_ttl=lease_s + 15,  # rq looks for work, and for the jobs of dead workers, once in ``worker_ttl - 15`` seconds
+        )
+
+    def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002 - rq's signature
+        """Seconds after which a job whose worker is silent is given to another."""
+        return self._lease_s
+
+    def handle_exception(self, job: Job, *exc_info: Any) -> None:
+        """An interrupted run is no fault, and no traceback."""
+        if exc_info[0] is Interrupted:
+            self.log.info("Worker %s: job %s interrupted, it goes on with the next worker", self.name, job.id)
+        else:
+            super().handle_exception(job, *exc_info)
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        """First signal: have the job save where it is and end; then this worker ends, too."""
+        if self.horse_pid:
+            os.kill(self.horse_pid, signal.SIGTERM)
+        super().request_stop(signum, frame)  # type: ignore[no-untyped-call]  # untyped in rq

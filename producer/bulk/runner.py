@@ -1,0 +1,158 @@
+"""Streams a bulk file through the batch tier: a bounded window of requests in flight, each line answered once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from producer.aio import AsyncClient, AsyncHandle
+from producer.bulk import lines
+from producer.bulk.files import JSON_SUFFIXES, OutputFiles, read_lines
+from producer.bulk.lines import Line
+from producer.bulk.spec import BulkSpec
+from producer.connection import Backoff
+from producer.errors import HeadraceError, InvalidRequest, QueueFull, RedisUnavailable, ReplyExpired, UnknownRequest
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one line came to, as it is written."""
+
+    number: int
+    record: Mapping[str, Any]
+    succeeded: bool
+
+
+class BulkRunner:
+    """One run of a job. `run` returns when every line is answered, or soon after `stop`."""
+
+    def __init__(self, client: AsyncClient, spec: BulkSpec, files: OutputFiles) -> None:
+        self._client = client
+        self._spec = spec
+        self._files = files
+        self._is_json = spec.input.endswith(JSON_SUFFIXES)
+        self._window = asyncio.Semaphore(spec.window)
+        self._order: deque[int] = deque()
+        self._waiting: dict[int, Outcome] = {}
+        self._in_flight: dict[int, AsyncHandle] = {}
+        self._stopped = asyncio.Event()
+        self._cancel = False
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are on the queue."""
+        return len(self._in_flight)
+
+    async def run(self) -> bool:
+        """Answer every line that is not answered yet; False where `stop` came first.
+
+        Raises:
+            RedisUnavailable: Redis refuses the client.
+            OSError: a file cannot be read or written.
+        """
+        feeder = asyncio.create_task(self._feed())
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait({feeder, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            complete = feeder.done()
+            if complete:
+                await feeder
+            return complete
+        finally:
+            handles = list(self._in_flight.values())
+            await _end(feeder, stopped)
+            if self._cancel:
+                await asyncio.gather(*(handle.cancel() for handle in handles), return_exceptions=True)
+
+    def stop(self, *, cancel: bool = False) -> None:
+        """Stop now. Requests in flight go on, and the next run of the job takes their answers; or they are cancelled."""
+        self._cancel = cancel
+        self._stopped.set()
+
+    async def _feed(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, text in read_lines(self._spec.input):
+                    if number not in self._files.done:
+                        await self._window.acquire()
+                        self._order.append(number)
+                        group.create_task(self._answer(number, text))
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None  # the first; the others are cancelled by it, or say the same
+
+    async def _answer(self, number: int, text: str | None) -> None:
+        """Answer one line, and give its place in the window back when it is written."""
+        try:
+            if text is None:
+                raise InvalidRequest(f"the line is longer than {lines.MAX_LINE_BYTES} bytes or not UTF-8")
+            line = lines.parse_line(number, text, is_json=self._is_json)
+        except InvalidRequest as error:
+            custom_id = lines.custom_id_of(text or "")
+            self._write(Outcome(number, lines.failure(number, custom_id, self._spec.request_id(number, 0), error), succeeded=False))
+        else:
+            self._write(await self._ask(line))
+
+    async def _ask(self, line: Line) -> Outcome:
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        attempt = 0
+        while True:
+            request_id = self._spec.request_id(line.number, attempt)
+            try:
+                result = await (await self._submit(line, request_id)).result()
+            except RedisUnavailable:
+                raise  # no fault of the line's: the job fails, and goes on later
+            except HeadraceError as error:
+                if attempt >= self._spec.retries or not _may_be_cured(error):
+                    return Outcome(line.number, lines.failure(line.number, line.custom_id, request_id, error), succeeded=False)
+                attempt += 1
+                await asyncio.sleep(backoff.next_s())
+            else:
+                return Outcome(line.number, lines.answer(line, request_id, result), succeeded=True)
+            finally:
+                self._in_flight.pop(line.number, None)
+
+    async def _submit(self, line: Line, request_id: str) -> AsyncHandle:
+        """Put the request on the queue, however long it takes until there is room. An id that is there already is waited for."""
+        options: Any = {**line.options, "id": request_id, "tier": "batch", "source": self._spec.source}
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            try:
+                handle = await self._client.submit(**options)
+            except QueueFull:
+                await asyncio.sleep(backoff.next_s())
+            else:
+                self._in_flight[line.number] = handle
+                return handle
+
+    def _write(self, outcome: Outcome) -> None:
+        """In input order, hold the answer back until those of all lines before are written; the window bounds how many that are."""
+        if self._spec.order == "completion":
+            self._order.remove(outcome.number)
+            self._put(outcome)
+            return
+        self._waiting[outcome.number] = outcome
+        while self._order and self._order[0] in self._waiting:
+            self._put(self._waiting.pop(self._order.popleft()))
+
+    def _put(self, outcome: Outcome) -> None:
+        write: Callable[[int, Mapping[str, Any]], None]
+        write = self._files.write_answer if outcome.succeeded else self._files.write_failure
+        write(outcome.number, outcome.record)
+        self._window.release()
+
+
+def _may_be_cured(error: HeadraceError) -> bool:
+    """Whether the line is worth another request: its error says so, or its reply is gone."""
+    return error.retryable or isinstance(error, ReplyExpired | UnknownRequest)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

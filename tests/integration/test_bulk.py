@@ -1,0 +1,436 @@
+"""Bulk jobs on a real server, worked off by real rq workers, answered by a scripted responder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from click.testing import CliRunner
+
+from producer.bulk import queue as bulk_jobs
+from producer.bulk.cli import bulk
+from producer.bulk.spec import BulkSpec
+from producer.errors import BatchFailed, Cancelled, InvalidRequest, UnknownRequest
+from producer.keys import Keys
+from tests.responder import Responder, Taken, echo
+from tests.servers import Server
+
+HEADRACE = [sys.executable, "-c", "from producer.cli import main; main()"]
+DEADLINE_S = 60.0
+
+
+def await_true(condition: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def own_server() -> Iterator[Server]:
+    with Server("valkey") as running:
+        yield running
+
+
+@pytest.fixture
+def connection(own_server: Server) -> Iterator[redis.Redis]:
+    with bulk_jobs.rq_connection(own_server.url) as client:
+        yield client
+
+
+@contextmanager
+def bulk_worker(server: Server, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A bulk worker in a process group of its own; whatever is left of it is killed."""
+    command = [*HEADRACE, "bulk", "worker", "--redis", server.url, "--lease", "2", *options]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        kill_all(process)
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(grandchild for child in children for grandchild in descendants(int(child)))]
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """The worker and its work horse at once, as a lost machine takes them."""
+    for pid in descendants(process.pid) if process.poll() is None else ():
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    if process.stderr is not None:
+        process.stderr.close()
+
+
+def work_off(server: Server) -> str:
+    """Run a bulk worker until there is no job left; returns its log."""
+    command = [*HEADRACE, "bulk", "worker", "--redis", server.url, "--burst"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stderr
+
+
+def write_input(folder: Path, lines: list[Any], name: str = "in.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def make_spec(folder: Path, lines: list[Any], **more: Any) -> BulkSpec:
+    path = write_input(folder, lines)
+    values = {"job_id": "job", "input": str(path), "output": f"{folder}/out.jsonl", "errors": f"{folder}/out.errors.jsonl"}
+    return BulkSpec(**{**values, **more})
+
+
+def records(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def num_lines(path: str) -> int:
+    try:
+        return Path(path).read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def progress(connection: redis.Redis) -> dict[str, Any]:
+    return bulk_jobs.view(bulk_jobs.fetch(connection, "job")).progress
+
+
+def test_answers_come_in_input_order_with_a_summary_and_without_pickle(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    def backwards(taken: Taken) -> None:
+        held.append(taken)
+        if len(held) == 5 or taken.request.prompt == "p12":
+            while held:
+                echo(held.pop())
+
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(13)], window=5)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", backwards).running() as responder:
+        work_off(own_server)
+    assert [record["text"] for record in records(spec.output)] == [f"p{i}" for i in range(13)]
+    assert {(request.tier, request.source) for request in responder.seen} == {("batch", "bulk")}
+    summary = bulk_jobs.fetch(connection, "job").return_value()
+    assert (summary["state"], summary["total"], summary["succeeded"], summary["failed"]) == ("done", 13, 13, 0)
+    assert summary["completion_tokens"] == sum(len(f"p{i}") for i in range(13))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    hashes = [connection.hgetall(key) for key in connection.scan_iter(match="rq:job:*", _type="hash")]
+    values = [value for fields in hashes for name, value in fields.items() if name != b"data"]
+    assert json.loads(hashes[0][b"meta"])
+    assert not any(b"\x80\x04" in value or b"\x80\x05" in value for value in values)  # how a pickle begins
+
+
+def test_answers_as_they_come_do_not_wait_for_a_slow_first_line(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    def first_last(taken: Taken) -> None:
+        if taken.request.prompt == "p0":
+            held.append(taken)
+        else:
+            echo(taken)
+        if taken.request.prompt == "p9":
+            echo(held.pop())
+
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(10)], window=3, order="completion")
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", first_last).running():
+        work_off(own_server)
+    texts = [record["text"] for record in records(spec.output)]
+    assert texts[-1] == "p0"
+    assert sorted(texts) == sorted(f"p{i}" for i in range(10))
+
+
+def test_window_bounds_what_is_on_the_queue(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    depths: list[int] = []
+
+    def measure(taken: Taken) -> None:
+        depths.append(taken.client.xlen(taken.keys.stream("batch")))
+        echo(taken)
+
+    bulk_jobs.submit(connection, make_spec(tmp_path, [f"p{i}" for i in range(60)], window=7))
+    with Responder(own_server.url, "default", measure).running():
+        work_off(own_server)
+    assert len(depths) == 60
+    assert max(depths) <= 7
+
+
+def test_what_another_try_may_cure_is_tried_again_and_the_rest_goes_to_the_errors(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    failures = Counter[str]()
+
+    def trouble(taken: Taken) -> None:
+        prompt = taken.request.prompt or ""
+        failures[prompt] += 1
+        if prompt == "hopeless" or (prompt == "cured" and failures[prompt] < 3):
+            taken.error(BatchFailed("the step raised"))
+        elif prompt == "cancelled":
+            taken.error(Cancelled("by an operator"))
+        else:
+            echo(taken)
+
+    lines = [
+        "cured",
+        "hopeless",
+        "cancelled",
+        {"custom_id": "x", "body": {"prompt": "p", "top_p": 7}},
+        {"custom_id": "y", "body": 1},
+        "fine",
+    ]
+    spec = make_spec(tmp_path, lines, retries=2)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", trouble).running():
+        work_off(own_server)
+    assert [record["text"] for record in records(spec.output)] == ["cured", "fine"]
+    failed = {record["line"]: record for record in records(spec.errors)}
+    assert {number: record["error"]["code"] for number, record in failed.items()} == {
+        2: "BATCH_FAILED",
+        3: "CANCELLED",
+        4: "INVALID_REQUEST",
+        5: "INVALID_REQUEST",
+    }
+    assert (failed[4]["custom_id"], failed[4]["error"]["param"], failed[5]["custom_id"]) == ("x", "top_p", "y")
+    assert (failures["cured"], failures["hopeless"], failures["cancelled"]) == (3, 3, 1)
+    summary = bulk_jobs.fetch(connection, "job").return_value()
+    assert (summary["succeeded"], summary["failed"], summary["errors"]) == (2, 4, spec.errors)
+
+
+def test_full_queue_is_waited_for_and_fails_no_line(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    connection.hset(Keys("default").limits, "max_depth:batch", "2")
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(12)], retries=0)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+    assert len(records(spec.output)) == 12
+    assert not Path(spec.errors).exists()
+
+
+def test_lines_that_are_no_text_cost_only_themselves(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, [])
+    huge = b'"' + b"x" * (9 * 1024 * 1024) + b'"\n'
+    Path(spec.input).write_bytes(b'\xef\xbb\xbf"first"\r\n\n"\xff"\n' + huge + b'"last, without a newline"')
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+    assert [(record["line"], record["text"]) for record in records(spec.output)] == [(1, "first"), (5, "last, without a newline")]
+    assert [record["line"] for record in records(spec.errors)] == [3, 4]
+
+
+def test_text_file_has_a_prompt_a_line(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, [], input=f"{tmp_path}/in.txt")
+    Path(spec.input).write_text('Why?\n{"x": 1}\n')
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+    assert [record["text"] for record in records(spec.output)] == ["Why?", '{"x": 1}']
+
+
+def test_job_killed_twice_in_the_middle_ends_complete_with_no_line_run_or_written_twice(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    lines = [{"custom_id": f"c{i}", "body": {"prompt": f"p{i}"}} for i in range(2000)]
+    spec = make_spec(tmp_path, lines, window=50)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default").running() as responder:
+        for written in (500, 1200):
+            with bulk_worker(own_server) as worker:
+                await_true(lambda written=written: num_lines(spec.output + ".part") >= written, "progress")
+                kill_all(worker)
+            assert not Path(spec.output).exists()
+        with Path(spec.output + ".part").open("ab") as file:
+            file.write(b'{"id":"job.19')  # a line that the kill has torn
+        with bulk_worker(own_server):
+            await_true(Path(spec.output).exists, "the output")
+            await_true(lambda: bulk_jobs.fetch(connection, "job").is_finished, "the job's end")
+    assert [record["custom_id"] for record in records(spec.output)] == [f"c{i}" for i in range(2000)]
+    assert [record["response"]["body"]["choices"][0]["text"] for record in records(spec.output)] == [f"p{i}" for i in range(2000)]
+    assert max(Counter(request.id for request in responder.seen).values()) == 1
+    summary = bulk_jobs.fetch(connection, "job").return_value()
+    assert summary["succeeded"] == 2000
+    assert summary["resumed"] >= 1200
+
+
+def test_sigterm_puts_the_job_back_at_once_and_costs_no_try(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    hold: list[Taken] = []
+
+    def slow_tail(taken: Taken) -> None:
+        echo(taken) if int((taken.request.prompt or "p0")[1:]) < 20 else hold.append(taken)
+
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(30)], window=10)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", slow_tail).running() as responder:
+        with bulk_worker(own_server) as worker:
+            await_true(lambda: num_lines(spec.output + ".part") == 20, "progress")
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(DEADLINE_S) == 0
+            assert worker.stderr is not None
+            assert b"Traceback" not in worker.stderr.read()
+        job = bulk_jobs.fetch(connection, "job")
+        assert job.is_queued
+        assert job.retries_left == bulk_jobs.MAX_CRASHES
+        assert job.meta["state"] == "interrupted"
+        for taken in hold:
+            echo(taken)
+        work_off(own_server)
+    assert [record["text"] for record in records(spec.output)] == [f"p{i}" for i in range(30)]
+    assert len(responder.seen) == 30
+
+
+def test_horse_whose_worker_alone_was_killed_gives_the_files_up(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    release: list[Taken] = []
+    spec = make_spec(tmp_path, ["a", "b"])
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", release.append).running():
+        with bulk_worker(own_server) as worker:
+            await_true(lambda: len(release) == 2, "requests in flight")
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.wait()
+        for taken in release:
+            echo(taken)
+        with bulk_worker(own_server):
+            await_true(Path(spec.output).exists, "the output")
+    assert [record["text"] for record in records(spec.output)] == ["a", "b"]
+
+
+def test_cancelling_a_running_job_cancels_its_requests_and_keeps_what_is_written(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    def some(taken: Taken) -> None:
+        if taken.request.prompt in ("p0", "p1"):
+            echo(taken)
+
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(10)], window=5)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", some).running(), bulk_worker(own_server):
+        await_true(lambda: progress(connection).get("in_flight") == 5, "requests in flight")
+        assert bulk_jobs.cancel(connection, "job") == "cancelling"
+        await_true(lambda: progress(connection)["state"] == "cancelled", "the job's end")
+        await_true(lambda: bulk_jobs.fetch(connection, "job").is_finished, "the job's end")
+    orders = {fields[b"id"] for _, fields in connection.xrange(Keys("default").control) if fields[b"op"] == b"cancel"}
+    assert orders == {f"job.{number}".encode() for number in range(3, 8)}
+    assert num_lines(spec.output + ".part") == 2
+    assert not Path(spec.output).exists()
+    assert bulk_jobs.cancel(connection, "job") == "finished"
+
+
+def test_cancelling_a_queued_job_keeps_it_from_beginning(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    bulk_jobs.submit(connection, make_spec(tmp_path, ["a"]))
+    assert bulk_jobs.cancel(connection, "job") == "cancelled"
+    work_off(own_server)
+    assert [item.status for item in bulk_jobs.jobs(connection)] == ["canceled"]
+    assert connection.xlen(Keys("default").stream("batch")) == 0
+
+
+def test_same_id_is_submitted_once(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, ["a"])
+    assert bulk_jobs.submit(connection, spec).id == bulk_jobs.submit(connection, spec).id
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+        bulk_jobs.submit(connection, spec)
+        work_off(own_server)
+    assert len(records(spec.output)) == 1
+
+
+def test_output_of_another_job_is_not_touched_and_the_job_fails_at_once(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    spec = make_spec(tmp_path, ["a"])
+    Path(spec.output).write_text('{"id":"other.1"}\n')
+    bulk_jobs.submit(connection, spec)
+    work_off(own_server)
+    assert Path(spec.output).read_text() == '{"id":"other.1"}\n'
+    (item,) = bulk_jobs.jobs(connection)
+    assert item.status == "failed"
+    assert "is not of this job" in (item.error or "")
+
+
+def test_run_whose_end_was_not_recorded_finds_its_files_complete(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, ["a", 17])
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default").running() as responder:
+        work_off(own_server)
+        before = Path(spec.output).read_bytes(), Path(spec.errors).read_bytes()
+        bulk_jobs.bulk_queue(connection).enqueue_job(bulk_jobs.fetch(connection, "job"))
+        work_off(own_server)
+    assert (Path(spec.output).read_bytes(), Path(spec.errors).read_bytes()) == before
+    assert len(responder.seen) == 1
+    assert bulk_jobs.fetch(connection, "job").return_value()["resumed"] == 2
+
+
+def test_redis_restart_in_the_middle_is_waited_out(tmp_path: Path) -> None:
+    with Server("valkey", appendonly="yes", appendfsync="always") as server, bulk_jobs.rq_connection(server.url) as connection:
+
+        def restart_once(taken: Taken) -> None:
+            if taken.request.prompt == "p50":
+                server.restart()
+                await_true(lambda: connected(taken.client), "the responder's connection")
+            echo(taken)
+
+        spec = make_spec(tmp_path, [f"p{i}" for i in range(100)], window=20)
+        bulk_jobs.submit(connection, spec)
+        with Responder(server.url, "default", restart_once).running(), bulk_worker(server):
+            await_true(Path(spec.output).exists, "the output")
+        assert [record["text"] for record in records(spec.output)] == [f"p{i}" for i in range(100)]
+
+
+def connected(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+def test_commands_submit_wait_show_and_cancel(own_server: Server, tmp_path: Path) -> None:
+    path = write_input(tmp_path, ["a", "b"])
+    environment = {"HEADRACE_REDIS": own_server.url}
+
+    def headrace(*arguments: str) -> str:
+        result = CliRunner().invoke(bulk, arguments, env=environment)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    with Responder(own_server.url, "default").running(), bulk_worker(own_server):
+        assert headrace("submit", str(path), "--output", str(tmp_path / "out.jsonl"), "--id", "mine", "--wait") == "mine\n"
+    assert len(records(tmp_path / "out.jsonl")) == 2
+    (said,) = [json.loads(line) for line in headrace("status", "--json").splitlines()]
+    assert (said["id"], said["status"], said["progress"]["succeeded"]) == ("mine", "finished", 2)
+    assert "done" in headrace("status", "mine")
+    assert headrace("cancel", "mine") == "finished\n"
+
+
+def test_waiting_for_a_job_with_failed_lines_exits_with_1(own_server: Server, tmp_path: Path) -> None:
+    path = write_input(tmp_path, ["a", 17])
+    with Responder(own_server.url, "default").running(), bulk_worker(own_server):
+        arguments = ["submit", str(path), "--output", str(tmp_path / "out.jsonl"), "--redis", own_server.url, "--wait"]
+        assert CliRunner().invoke(bulk, arguments).exit_code == 1
+    assert len(records(tmp_path / "out.errors.jsonl")) == 1
+
+
+def test_unknown_jobs_and_unusable_ids_are_typed_errors(connection: redis.Redis, tmp_path: Path) -> None:
+    with pytest.raises(UnknownRequest, match="no bulk job nothing"):
+        bulk_jobs.cancel(connection, "nothing")
+    with pytest.raises(InvalidRequest, match="id must be"):
+        make_spec(tmp_path, [], job_id="a b")
+
+
+def test_rqs_own_tools_show_and_work_off_bulk_jobs(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, ["a"])
+    bulk_jobs.submit(connection, spec)
+    rq = [sys.executable, "-m", "rq.cli"]
+    queued = subprocess.run([*rq, "info", "--raw", "-u", own_server.url], capture_output=True, text=True, check=True).stdout
+    assert "queue headrace-bulk 1" in queued
+    worker = [*rq, "worker", "--burst", "-u", own_server.url, "--serializer", "json", "headrace-bulk"]
+    environment = os.environ | {"HEADRACE_REDIS": own_server.url}
+    with Responder(own_server.url, "default").running():
+        subprocess.run(worker, env=environment, capture_output=True, check=True, timeout=DEADLINE_S)
+    assert [record["text"] for record in records(spec.output)] == ["a"]
