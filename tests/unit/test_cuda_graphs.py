@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.cuda_graphs import DecodeGraphs, padded_sizes
+from worker.engine.cuda_graphs import DecodeGraphs, Work, padded_sizes
 
 BLOCK_SIZE = 16
 COLUMNS = 8
@@ -25,19 +24,20 @@ class Batch(NamedTuple):
 class Again:
     """A recording that does the work again and puts the result where the first one lies."""
 
-    def __init__(self, work: Callable[[], Tensor], result: Tensor) -> None:
+    def __init__(self, work: Work, result: tuple[Tensor, ...]) -> None:
         self._work = work
         self._result = result
 
     def replay(self) -> None:
-        self._result.copy_(self._work())
+        for old, new in zip(self._result, self._work(), strict=True):
+            old.copy_(new)
 
 
 class Recorder:
     def __init__(self) -> None:
         self.num_recorded = 0
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Again, Tensor]:
+    def __call__(self, work: Work) -> tuple[Again, tuple[Tensor, ...]]:
         self.num_recorded += 1
         result = work()
         return Again(work, result), result
@@ -77,9 +77,9 @@ def make_graphs(max_batch_size: int) -> tuple[DecodeGraphs, Recorder, list[Tenso
     recorder = Recorder()
     whole: list[Tensor] = []
 
-    def forward(input_ids: Tensor, positions: Tensor, meta: StepMetadata, rows: Tensor) -> Tensor:
+    def forward(input_ids: Tensor, positions: Tensor, meta: StepMetadata, rows: Tensor) -> tuple[Tensor, ...]:
         whole.append(seen(Batch(input_ids, positions, meta)))
-        return whole[-1][rows]
+        return whole[-1][rows], input_ids[0].clone()
 
     graphs = DecodeGraphs(forward, max_batch_size, COLUMNS, BLOCK_SIZE, torch.device("cpu"), recorder)
     return graphs, recorder, whole
@@ -95,9 +95,10 @@ def test_a_replay_sees_the_batch_and_padded_rows_touch_no_block() -> None:
     graphs, _, whole = make_graphs(8)
     for lengths in ((5, 17, 100), (1,), (40,) * 8, (33, 2, 7, 128, 64)):
         batch = decodes(*lengths, token=len(lengths))
-        logits = graphs.run(*batch)
-        assert logits is not None
-        assert torch.equal(logits, seen(batch))
+        result = graphs.run(*batch)
+        assert result is not None
+        assert torch.equal(result[0], seen(batch))
+        assert torch.equal(result[1], batch.input_ids[0])
         for row in whole[-1][len(lengths) :].tolist():
             assert row == [0, 0, -1, 0, *[-7] * COLUMNS]
 

@@ -32,6 +32,8 @@ class EngineConfig:
         batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).
         source_weights: share of service of a ``source`` relative to the others of its tier; 1 where not named.
         max_wait_ms: with ``static``, how long a batch waits to fill.
+        cuda_graphs: on CUDA, replay decode steps as captured graphs.
+        run_ahead: launch a step before the tokens of the one before it were read; None: on CUDA.
         compile: fuse elementwise work through inductor where a compiler exists.
         seed: mixed into the noise of requests without a seed of their own.
         trust_remote_code: allow a hub model's own code to run.
@@ -54,6 +56,8 @@ class EngineConfig:
     batch_overcommit: float = 1.5
     source_weights: Mapping[str, float] = field(default_factory=dict)
     max_wait_ms: float = 50.0
+    cuda_graphs: bool = True
+    run_ahead: bool | None = None
     compile: bool = False
     seed: int = 0
     trust_remote_code: bool = False

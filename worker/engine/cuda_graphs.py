@@ -15,8 +15,9 @@ from torch import Tensor
 
 from worker.engine.attention.metadata import StepMetadata
 
-Forward = Callable[[Tensor, Tensor, StepMetadata, Tensor], Tensor]
-"""(input_ids [1, T], positions [1, T], metadata, rows whose logits are wanted) -> logits [rows, vocab], without a wait for the device."""
+Forward = Callable[[Tensor, Tensor, StepMetadata, Tensor], tuple[Tensor, ...]]
+"""(input_ids [1, T], positions [1, T], metadata, rows whose logits are wanted) -> tensors with a row a token, without a wait for the
+device."""
 
 
 class Recording(Protocol):
@@ -25,13 +26,14 @@ class Recording(Protocol):
     def replay(self) -> object: ...
 
 
-Record = Callable[[Callable[[], Tensor]], tuple[Recording, Tensor]]
+Work = Callable[[], tuple[Tensor, ...]]
+Record = Callable[[Work], tuple[Recording, tuple[Tensor, ...]]]
 """Runs a function and records its work; returns the recording and the function's result, whose memory a replay overwrites."""
 
 
 class _Graph(NamedTuple):
     recording: Recording
-    logits: Tensor
+    result: tuple[Tensor, ...]
 
 
 class DecodeGraphs:
@@ -79,14 +81,14 @@ class DecodeGraphs:
             self._graph(size)
 
     @torch.inference_mode()
-    def run(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata) -> Tensor | None:
+    def run(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata) -> tuple[Tensor, ...] | None:
         """Replay a step.
 
         Args:
             input_ids: ``[1, B]``; positions ``[1, B]``.
 
         Returns:
-            logits ``[B, vocab]``, overwritten by the next replay of this size; None where the batch is not of decodes alone or too large.
+            What the forward returns, of B rows, overwritten by the next replay; None where the batch is not of decodes alone or too large.
         """
         count = meta.seq_lens.shape[0]
         if meta.num_decodes < count or count > self._sizes[-1]:
@@ -96,7 +98,7 @@ class DecodeGraphs:
         self._positions[:, :count].copy_(positions)
         self._fill(meta, count)
         graph.recording.replay()
-        return graph.logits[:count]
+        return tuple(tensor[:count] for tensor in graph.result)
 
     def _graph(self, size: int) -> _Graph:
         if size not in self._graphs:
@@ -139,7 +141,7 @@ class CudaGraphRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
+    def __call__(self, work: Work) -> tuple[Recording, tuple[Tensor, ...]]:
         """Run ``work`` for its compilations and lazy set-up, then record it."""
         aside = torch.cuda.Stream(self._device)
         aside.wait_stream(torch.cuda.current_stream(self._device))

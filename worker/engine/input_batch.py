@@ -98,9 +98,12 @@ class InputBatch:
         self._query_start = _Buffer((max_requests + 1,), torch.int32, device)
         self._seq_lens = _Buffer((max_requests,), torch.int32, device)
         self._block_tables = _Buffer((max_requests * max_blocks,), torch.int32, device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def build(self, chunks: Sequence[ScheduledChunk]) -> StepInputs:
         """The inputs of a step, valid until the next call; decodes must come first to be treated as such."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the device may still be reading the host buffers of a step that nobody waited for
         block_size, num_requests = self._block_size, len(chunks)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int64, num_requests)
         counts = np.fromiter((chunk.num_tokens for chunk in chunks), np.int64, num_requests)
@@ -133,7 +136,10 @@ class InputBatch:
             max_seq_len=max_seq_len,
             block_size=block_size,
         )
-        return StepInputs(self._input_ids.send(num_tokens)[None], meta.positions[None], meta, query_start.tolist())
+        input_ids = self._input_ids.send(num_tokens)
+        if self._sent is not None:
+            self._sent.record()
+        return StepInputs(input_ids[None], meta.positions[None], meta, query_start.tolist())
 
 
 def _token_ids(chunk: ScheduledChunk) -> list[int]:

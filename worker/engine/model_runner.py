@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,13 @@ from worker.engine.attention.interface import AttentionBackend, PagedContext, pa
 from worker.engine.attention.layers import AttentionLayer, discover_layers
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.config import EngineConfig
-from worker.engine.input_batch import InputBatch
+from worker.engine.cuda_graphs import DecodeGraphs
+from worker.engine.input_batch import InputBatch, StepInputs
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks
 from worker.engine.model_loader import LoadedModel
 from worker.engine.probe import check_numbers
 from worker.engine.request import Sampled, StepPlan
+from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler
 from worker.engine.step_results import WantedRows
 
@@ -36,6 +39,10 @@ class ForwardOutput(NamedTuple):
 class ModelRunner:
     """Owns the model, the KV cache and the step's buffers; used by the engine's thread alone.
 
+    Attributes:
+        ahead: launches steps whose tokens are read later; None where `run` alone is used.
+        eager_because: why decode steps are not replayed as CUDA graphs though they should; None where they are, or need not.
+
     Raises:
         ModelUnavailable: the model's attention would be computed wrongly, or there is no memory for the cache.
     """
@@ -53,21 +60,42 @@ class ModelRunner:
         self.cache = KVCache(self.layers, self.num_blocks, config.block_size, loaded.dtype, loaded.device, config.cpu_swap_blocks)
         self._caches = dict(zip(modules, self.cache.layers, strict=True))
         self._backend = choose_backend(loaded, self.layers, config.block_size)
-        self._inputs = InputBatch(
+        self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
+        self._inputs = self._make_inputs(config)
+        self._sampler = Sampler()
+        self._graphs: DecodeGraphs | None = None
+        self.eager_because: str | None = None
+        self._probe(config)
+        self._capture(config)
+        runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
+        self.ahead = RunAhead((self._inputs, self._make_inputs(config)), self._logits) if runs_ahead else None
+
+    def _make_inputs(self, config: EngineConfig) -> InputBatch:
+        return InputBatch(
             max_tokens=config.max_batch_tokens,
             max_requests=config.max_batch_size,
-            max_blocks=min(-(-loaded.max_model_len // config.block_size), self.num_blocks),
+            max_blocks=self._max_blocks,
             block_size=config.block_size,
-            device=loaded.device,
+            device=self._loaded.device,
         )
-        self._sampler = Sampler()
-        self._probe(config)
+
+    def _capture(self, config: EngineConfig) -> None:
+        """Capture decode steps, if the backend may be captured; a model that may not runs without."""
+        if not config.cuda_graphs or self._loaded.device.type != "cuda" or self._backend is torch_backend.attend:
+            return
+        graphs = DecodeGraphs(self._forward, config.max_batch_size, self._max_blocks, config.block_size, self._loaded.device)
+        try:
+            graphs.capture_all()
+        except RuntimeError as error:
+            self.eager_because = f"{type(error).__name__}: {error}"
+        else:
+            self._graphs = graphs
 
     def _probe(self, config: EngineConfig) -> None:
         num_blocks = min(self.num_blocks, 64)
         check_numbers(
             self._model,
-            lambda step, rows: self.forward(step.input_ids, step.positions, step.meta, rows).logits,
+            self._logits,
             self.layers,
             block_size=config.block_size,
             num_blocks=num_blocks,
@@ -100,11 +128,20 @@ class ModelRunner:
             input_ids: ``[1, T]``; positions ``[1, T]``.
             logits_rows: ``[rows]``, the tokens whose logits are wanted.
         """
+        if self._graphs is not None and (replayed := self._graphs.run(input_ids, positions, meta)) is not None:
+            logits, hidden = replayed
+            return ForwardOutput(logits[logits_rows], hidden)
+        return self._forward(input_ids, positions, meta, logits_rows)
+
+    def _forward(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> ForwardOutput:
         with paged_context(PagedContext(meta, self._backend, self._caches)):
             output = self._model(input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows)
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "the decoder was not called"
         return ForwardOutput(output.logits[0], hidden)
+
+    def _logits(self, inputs: StepInputs, rows: Tensor) -> Tensor:
+        return self.forward(inputs.input_ids, inputs.positions, inputs.meta, rows).logits
 
     def _keep_hidden(self, _module: Any, _args: Any, output: Any) -> None:
         self._hidden = output.last_hidden_state[0]
@@ -116,4 +153,8 @@ def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], block_size
         cpu_backend.supports(loaded.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size) for layer in layers
     ):
         return cpu_backend.CpuAttention()
+    if loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from worker.engine.attention import triton_backend  # with a torch for CUDA, but not with every torch
+
+        return triton_backend.attend
     return torch_backend.attend

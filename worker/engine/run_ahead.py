@@ -1,0 +1,98 @@
+"""Launches a step before the tokens of the one before it were read, so that the device never waits for the host.
+
+Sampled tokens stay on the device and are fed to the next step there; the host reads them while that step runs (as vLLM's and
+SGLang's asynchronous schedulers do). Until it has, the last output token of a request is `request.UNKNOWN_TOKEN`. A request that
+turns out to have ended is in one step too many, whose result for it is dropped; what that step wrote for it lies in blocks that
+were its own when it was launched, and whoever gets them next writes later on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from worker.engine.device_sampler import DeviceTokens, is_device_sampled, sample_on_device, to_device
+from worker.engine.input_batch import InputBatch, StepInputs
+from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, Sampled, ScheduledChunk, StepPlan
+from worker.engine.sampler import FAILED
+
+Forward = Callable[[StepInputs, Tensor], Tensor]
+"""(inputs, rows whose logits are wanted, int64) -> logits [rows, vocab], without a wait for the device."""
+
+
+class PendingStep:
+    """A step that was launched, and whose tokens are on their way to the host.
+
+    Args:
+        sampled: of the chunks, those that yield a token; row i of ``tokens`` is of chunk ``sampled[i]``.
+    """
+
+    def __init__(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[int], tokens: DeviceTokens) -> None:
+        self.token_ids = tokens.token_ids
+        self.row_of: dict[Request, int] = {chunks[i].request: row for row, i in enumerate(sampled)}
+        self.chunks = chunks
+        self._read = torch.where(tokens.good, tokens.token_ids, UNKNOWN_TOKEN).to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if tokens.token_ids.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def mark_unknown(self) -> None:
+        """Let each request that goes on owe its unread token, so that the next step can be planned."""
+        for request in self.row_of:
+            if request.status is RequestStatus.RUNNING and len(request.output_token_ids) + 1 < request.max_tokens:
+                request.output_token_ids.append(UNKNOWN_TOKEN)
+
+    def result(self) -> list[Sampled | None]:
+        """Wait for the tokens; takes the unknown ones out of the requests again. As `ModelRunner.run`'s result."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        for request in self.row_of:
+            if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]:
+                request.output_token_ids.pop()
+        token_ids = self._read.tolist()
+        rows = [self.row_of.get(chunk.request) for chunk in self.chunks]
+        return [None if row is None else FAILED if token_ids[row] == UNKNOWN_TOKEN else Sampled(token_ids[row]) for row in rows]
+
+
+class RunAhead:
+    """Launches steps one after the other, each with the unread tokens of the one before.
+
+    Args:
+        inputs: two, used in turn: the host fills one while the device may still read the other.
+        forward: runs the model.
+    """
+
+    def __init__(self, inputs: tuple[InputBatch, InputBatch], forward: Forward) -> None:
+        self._inputs = cycle(inputs)
+        self._forward = forward
+        self._previous: PendingStep | None = None
+
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Whether nothing in the plan needs the host between the model and its result."""
+        return all(chunk.request.kind == "generate" and (not chunk.last or is_device_sampled(chunk.request)) for chunk in plan.chunks)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Put a plan's work on the device's queue. Raises what the model raises; then nothing was launched."""
+        chunks = plan.chunks
+        inputs = next(self._inputs).build(chunks)
+        sampled = [i for i, chunk in enumerate(chunks) if chunk.last]
+        ends = [inputs.token_starts[i + 1] - 1 for i in sampled]
+        self._carry(inputs.input_ids[0], [chunks[i].request for i in sampled], ends)
+        logits = self._forward(inputs, to_device(ends, torch.int64, inputs.input_ids.device))
+        tokens = sample_on_device(logits, [chunks[i].request for i in sampled])
+        self._previous = PendingStep(chunks, sampled, tokens)
+        return self._previous
+
+    def _carry(self, input_ids: Tensor, requests: Sequence[Request], ends: Sequence[int]) -> None:
+        """Put the unread tokens of the previous step where ``input_ids`` [T] has `UNKNOWN_TOKEN`: at the ends of its requests."""
+        unknown = [(request, end) for request, end in zip(requests, ends, strict=True) if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]]
+        if not unknown:
+            return
+        assert self._previous is not None, "a token that nobody sampled"
+        rows = to_device([self._previous.row_of[request] for request, _ in unknown], torch.int64, input_ids.device)
+        target = to_device([end for _, end in unknown], torch.int64, input_ids.device)
+        input_ids.index_copy_(0, target, self._previous.token_ids[rows])
