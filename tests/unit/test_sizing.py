@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from producer.errors import ModelUnavailable
 from worker.cli_size import size as size_command
-from worker.engine.attention.interface import discover_layers
+from worker.engine.attention.layers import discover_layers
 from worker.engine.kv_cache import block_bytes
 from worker.sizing import CUDA_CONTEXT_BYTES, GIB, ModelShape, read_shape, size
 
@@ -104,7 +104,7 @@ def test_other_architectures_are_counted_as_they_are_loaded(config: Any, tmp_pat
     shape = read_shape(saved(config, tmp_path))
     model = AutoModelForCausalLM.from_config(config)
     assert shape.num_parameters == model.num_parameters()
-    layers = list(discover_layers(model).values())
+    layers = list(discover_layers(model.eval(), 64).values())
     assert shape.kv_bytes_per_token(4) * 16 == block_bytes(layers, 16, torch.float32)
 
 

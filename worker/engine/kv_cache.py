@@ -63,16 +63,23 @@ def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.
     return sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers) * block_size * dtype.itemsize
 
 
-def choose_num_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device, max_model_len: int) -> int:
-    """How many blocks the configuration, or else the device's free memory, allows.
+def choose_num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int, device: torch.device, max_model_len: int) -> int:
+    """How many blocks the configuration, or else the device's memory, allows.
 
-    With neither ``num_blocks`` nor ``kv_memory_bytes``: on a CPU 1 GiB, less where that is over a quarter of the free memory; on a
-    GPU nine tenths of what is free now. Never more than ``max_batch_size`` requests of full context can use.
-    Raises `ModelUnavailable` where not even one block fits.
+    With neither ``num_blocks`` nor ``kv_memory_bytes``: on a CPU 1 GiB, less where that is over a quarter of what is free; on a
+    GPU nine tenths of what is free. Never more than ``max_batch_size`` requests of full context can use.
+
+    Args:
+        free_bytes: of the device's memory, what the cache may take at most.
+
+    Raises:
+        ModelUnavailable: not even one block fits.
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    budget = config.kv_memory_bytes if config.kv_memory_bytes is not None else _default_bytes(device)
+    budget = config.kv_memory_bytes
+    if budget is None:
+        budget = int(free_bytes * _GPU_SHARE) if device.type == "cuda" else min(_CPU_DEFAULT_BYTES, int(free_bytes * _CPU_SHARE))
     most = config.max_batch_size * -(-max_model_len // config.block_size)
     num_blocks = min(budget // bytes_per_block, most)
     if num_blocks < 1:
@@ -80,12 +87,11 @@ def choose_num_blocks(config: EngineConfig, bytes_per_block: int, device: torch.
     return num_blocks
 
 
-def _default_bytes(device: torch.device) -> int:
+def free_memory_bytes(device: torch.device) -> int:
+    """Of the device's memory, what nobody uses."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _GPU_SHARE)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_DEFAULT_BYTES, int(free * _CPU_SHARE))
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _allocate(

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -224,16 +225,19 @@ def _first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Inside, transformers shows no progress bars, log lines or warnings."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, bars, make_bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), tqdm.__init__
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    setattr(tqdm, "__init__", partialmethod(make_bar, disable=True))  # noqa: B010 - reading GGUF asks nobody whether a bar is wanted
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        setattr(tqdm, "__init__", make_bar)  # noqa: B010 - as above
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from worker.engine.attention import cpu_backend, torch_backend
 from worker.engine.attention.interface import AttentionBackend, PagedContext, paged_context
-from worker.engine.attention.layers import AttentionLayer, discover_layers
+from worker.engine.attention.layers import AttentionLayer, discover_layers, step_memory_bytes
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.config import EngineConfig
 from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.input_batch import InputBatch, StepInputs
-from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks
+from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes
 from worker.engine.model_loader import LoadedModel
 from worker.engine.probe import check_numbers
 from worker.engine.request import Sampled, StepPlan
@@ -54,8 +54,7 @@ class ModelRunner:
         self._model.get_decoder().register_forward_hook(self._keep_hidden)
         modules = discover_layers(loaded.model, loaded.max_model_len)
         self.layers = list(modules.values())
-        bytes_per_block = block_bytes(self.layers, config.block_size, loaded.dtype)
-        self.num_blocks = choose_num_blocks(config, bytes_per_block, loaded.device, loaded.max_model_len)
+        self.num_blocks = self._choose_num_blocks(config)
         self.num_cpu_blocks = config.cpu_swap_blocks
         self.cache = KVCache(self.layers, self.num_blocks, config.block_size, loaded.dtype, loaded.device, config.cpu_swap_blocks)
         self._caches = dict(zip(modules, self.cache.layers, strict=True))
@@ -90,6 +89,14 @@ class ModelRunner:
             self.eager_because = f"{type(error).__name__}: {error}"
         else:
             self._graphs = graphs
+
+    def _choose_num_blocks(self, config: EngineConfig) -> int:
+        device, max_model_len = self._loaded.device, self._loaded.max_model_len
+        step_bytes = 0
+        if device.type == "cuda":
+            step_bytes = step_memory_bytes(self._model, config.max_batch_tokens, config.max_batch_size, max_model_len)
+        bytes_per_block = block_bytes(self.layers, config.block_size, self._loaded.dtype)
+        return choose_num_blocks(config, bytes_per_block, free_memory_bytes(device) - step_bytes, device, max_model_len)
 
     def _probe(self, config: EngineConfig) -> None:
         num_blocks = min(self.num_blocks, 64)

@@ -12,7 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from producer.errors import ModelUnavailable
 
-_NAME = "headrace-discovery"
+_MASKED = "headrace-discovery"  # a mask function is registered under this name, none under the other
+_UNMASKED = "headrace-profile"
 _HONOURED = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 # Arguments that pass through to attention and that it may ignore: they say how to compute, or repeat what the metadata says.
 _HARMLESS = frozenset(
@@ -51,33 +52,53 @@ class AttentionLayer:
 
 
 @torch.inference_mode()
-def discover_layers(model: Any, max_model_len: int, num_tokens: int = 2, num_logits: int = 1) -> dict[nn.Module, AttentionLayer]:
-    """The attention modules of a model, in the order in which it calls them, found by running tokens through it.
+def discover_layers(model: Any, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
+    """The attention modules of a model, in the order in which it calls them, found by running two tokens through it.
 
     What a layer's mask lets a query see is read from the mask function that the model builds for its own attention, and must be
     what the window among the layer's arguments says: so a wrong window is found however long it is.
 
     Args:
         max_model_len: masks are compared up to this length.
-        num_tokens, num_logits: size of the run: more, to see how much memory a step takes.
 
     Raises:
         ModelUnavailable: the attention is of a kind that the paged backends do not compute; the message says what.
     """
     watch = _Watch(model, max_model_len)
-    AttentionInterface.register(_NAME, watch.attention)
-    AttentionMaskInterface.register(_NAME, watch.mask)
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation(_NAME)
-    try:
-        positions = torch.arange(num_tokens, device=model.device)
-        tokens = torch.zeros_like(positions)
-        model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=positions[:num_logits])
-    finally:
-        model.set_attn_implementation(implementation)
+    AttentionMaskInterface.register(_MASKED, watch.mask)
+    _run(model, _MASKED, watch.attention, torch.arange(2), 1)
     if not watch.layers:
         raise _refusal(model, "it has no attention layer that goes through transformers' AttentionInterface")
     return watch.layers
+
+
+@torch.inference_mode()
+def step_memory_bytes(model: Any, num_tokens: int, num_logits: int, max_model_len: int) -> int:
+    """Most device memory that a step of so many tokens takes beside the weights and outside of attention; CUDA only."""
+    device = model.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    _run(model, _UNMASKED, _attend_to_nothing, torch.arange(num_tokens) % max_model_len, num_logits)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _run(model: Any, name: str, attention: Callable[..., Any], positions: Tensor, num_logits: int) -> None:
+    """Run tokens through the model with another attention function."""
+    AttentionInterface.register(name, attention)
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    positions = positions.to(model.device)
+    tokens = torch.zeros_like(positions)
+    rows = torch.arange(num_logits, device=model.device)
+    try:
+        model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+def _attend_to_nothing(_module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, _mask: Any, **_: Any) -> tuple[Tensor, None]:
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 class _Watch:
@@ -118,7 +139,7 @@ class _Watch:
         )
         self._check_mask(layer, attention_mask)
         self.layers[module] = layer
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        return _attend_to_nothing(module, query, key, value, attention_mask)
 
     def _check_options(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:

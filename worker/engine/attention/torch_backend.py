@@ -104,13 +104,14 @@ def _attention(
     """``[b, Hq, q, D]`` over ``[b, Hkv, S, D]`` to ``[b, Hq, q, Dv]``."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
-    heads = query.unflatten(1, (keys.shape[1], -1))
-    scores = (heads @ keys.unsqueeze(2).transpose(3, 4)).float() * scale
+    heads = query.unflatten(1, (keys.shape[1], -1)).float()
+    scores = heads @ keys.float().unsqueeze(2).transpose(3, 4) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible.unsqueeze(2), -torch.inf)
     if sinks is not None:
         sink = sinks.float().view(1, *heads.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
-    return (weights @ values.unsqueeze(2)).flatten(1, 2)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    out: Tensor = (weights @ values.float().unsqueeze(2)).flatten(1, 2).to(query.dtype)
+    return out
