@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -34,8 +35,8 @@ def status(redis_url: str, queue: str, as_json: bool, watch: bool, interval: flo
 
         if not watch:
             _show(read(), as_json)
-        elif as_json:
-            _repeat(read, interval, lambda current: _show(current, as_json=True))
+        elif as_json or not Console().is_terminal:
+            _repeat(read, interval, lambda current: _show(current, as_json))
         else:
             with Live(console=Console(), auto_refresh=False) as live:
                 _repeat(read, interval, lambda current: live.update(render(current), refresh=True))
@@ -46,6 +47,7 @@ def _show(current: QueueStatus, as_json: bool) -> None:
         click.echo(json.dumps(asdict(current)))
     else:
         Console().print(render(current))
+    sys.stdout.flush()
 
 
 def _repeat(read: Callable[[], QueueStatus], interval_s: float, show: Callable[[QueueStatus], None]) -> None:

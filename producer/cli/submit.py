@@ -203,9 +203,10 @@ class _Run:
         return code
 
     def _failed(self, asked: _Asked, error: HeadraceError, many: bool) -> int:
-        self._printer.error(error, asked.request_id)
         if isinstance(error, WaitTimeout):
             self._cancel([asked.request_id])
+            error = WaitTimeout(f"no final reply within {self._timeout_s:g} s", request_id=asked.request_id)  # of which some had passed
+        self._printer.error(error, asked.request_id)
         if not many or isinstance(error, RedisUnavailable):
             self._in_flight.pop(asked.request_id, None)
             raise error
