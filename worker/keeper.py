@@ -101,6 +101,7 @@ class Keeper:
             self._beat_at_s = now_s + min(MAX_BEAT_S, self._config.lease_s / 3)
             self._metrics.scheduler(self._loop.stats)
             self._heartbeat.beat(self._fields())
+            self._show_queue()
             self._started.set()
         if now_s >= self._reap_at_s:
             self._reap_at_s = now_s + self._config.lease_s
@@ -136,6 +137,10 @@ class Keeper:
         for active in held:
             if id(active.delivery) in lost:
                 self._publisher.put(Lost(active))
+
+    def _show_queue(self) -> None:
+        for tier in self._heartbeat.tiers():
+            self._metrics.queue(tier.tier, depth=tier.queued, pending=tier.running, oldest_age_seconds=tier.oldest_age_s or 0.0)
 
     def _reap(self) -> None:
         removed = self._ledger.reap(self._heartbeat.others_without_work())

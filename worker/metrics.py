@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Literal
 
@@ -210,7 +211,7 @@ class WorkerMetrics:
     def _make_stream(self, make: _Factory) -> None:
         self._queue_depth = make.gauges("queue_depth", "Requests on the stream that no worker has taken.", "tier", TIERS)
         self._queue_pending = make.gauges("queue_pending", "Requests on the stream that some worker holds.", "tier", TIERS)
-        self._oldest = make.gauges("queue_oldest_age_seconds", "Age of the oldest request on the stream.", "tier", TIERS)
+        self._oldest = make.gauges("queue_oldest_age_seconds", "Age of the oldest request that no worker has taken.", "tier", TIERS)
         self._renewals = make.counter("lease_renewals", "Leases renewed, one a request.")
         self._losses = make.counter("lease_losses", "Leases found to belong to another worker.")
         self._resumes = make.counter("resumes", "Requests continued from the tokens of an earlier attempt.")
@@ -283,8 +284,10 @@ class WorkerMetrics:
         self._queue_pending[tier].set(pending)
         self._oldest[tier].set(oldest_age_seconds)
 
-    def device_memory(self, kind: MemoryKind, num_bytes: int) -> None:
-        self._memory[kind].set(num_bytes)
+    def watch_memory(self, read: Callable[[MemoryKind], float]) -> None:
+        """Have ``read`` asked for the device's memory, in bytes, at every scrape; in the scraper's thread."""
+        for kind in MEMORY_KINDS:
+            self._memory[kind].set_function(partial(read, kind))
 
     def lease_renewed(self, count: int) -> None:
         self._renewals.inc(count)

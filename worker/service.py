@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +18,7 @@ import structlog
 
 from producer.connection import connect
 from worker.config import WorkerConfig
+from worker.device_memory import device_bytes
 from worker.engine_api import EngineLike, StepSample
 from worker.health import Finding, HealthServer
 from worker.metrics import WorkerMetrics
@@ -26,11 +27,14 @@ from worker.worker import Worker
 _PING_TIMEOUT_S = 1.0  # of the readiness check; a probe waits for it
 
 
-def serve(*, metrics_port: int | None, step_log: Path | None, log_level: str, log_format: str, **options: Any) -> int:
+def serve(
+    *, metrics_port: int | None, metrics_sources: Sequence[str], step_log: Path | None, log_level: str, log_format: str, **options: Any
+) -> int:
     """Run a worker until it is told to stop; returns the process's exit code.
 
     Args:
         metrics_port: of ``/metrics``, ``/healthz`` and ``/readyz``; None serves none.
+        metrics_sources: labels of requests that are counted by name.
         step_log: file that gets a JSON line a step.
         options: the fields of `WorkerConfig` and `EngineConfig`; None takes the default.
     """
@@ -45,14 +49,14 @@ def serve(*, metrics_port: int | None, step_log: Path | None, log_level: str, lo
 
         return Engine(engine_config)
 
-    metrics = WorkerMetrics(config.name)
+    metrics = WorkerMetrics(config.name, metrics_sources)
     with ExitStack() as stack:
         log = stack.enter_context(StepLog.opened(step_log)) if step_log is not None else None
         worker = Worker(config, load_engine, metrics, on_step=log.write if log is not None else None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stopper(worker))
         if metrics_port is not None:
-            stack.enter_context(_health_pages(worker, metrics, metrics_port))
+            stack.enter_context(health_pages(worker, metrics, port=metrics_port))
         return worker.run()
 
 
@@ -104,7 +108,8 @@ def _stopper(worker: Worker) -> Any:
 
 
 @contextmanager
-def _health_pages(worker: Worker, metrics: WorkerMetrics, port: int) -> Iterator[None]:
+def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> Iterator[HealthServer]:
+    """Serve a worker's pages until the end of the ``with``."""
     client = connect(worker.config.redis_url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S)
 
     def serving() -> Finding:
@@ -119,9 +124,10 @@ def _health_pages(worker: Worker, metrics: WorkerMetrics, port: int) -> Iterator
         ready={"engine": worker.loop.progress.check, "worker": serving, "redis": redis_reachable},
         port=port,
     )
+    metrics.watch_memory(lambda kind: device_bytes(worker.loop.engine.device_name if worker.loop.ready else "cpu", kind))
     server.start()
     try:
-        yield
+        yield server
     finally:
         server.close()
         client.close()

@@ -16,10 +16,13 @@ import redis
 
 from producer import Client
 from producer.connection import connect
+from producer.errors import Poisoned
 from producer.keys import Keys
 from producer.status import read_status
+from tests.fakes import CRASH
 from tests.responder import Responder, Taken
 from tests.servers import binary, free_port
+from tests.workers import QueueView, WorkerProcess, eventually
 
 OPS = Path(__file__).parents[2] / "ops"
 USERS = ("admin", "operator", "producer", "bulk", "worker", "monitor")
@@ -128,6 +131,38 @@ def test_client_does_all_it_can_with_exactly_the_producers_rights(untouched: Gua
         endless = client.submit("never")
         assert endless.cancel() in ("cancelled", "cancelling")
     assert untouched.refusals() == []
+
+
+def test_worker_does_all_it_must_with_exactly_its_rights(untouched: Guarded, queue: str) -> None:
+    admin = untouched.client("admin")
+    view = QueueView(admin, queue)
+    with Client(untouched.url("producer"), queue=queue) as client:
+        with WorkerProcess(untouched.url("worker"), queue, "--lease", 1, "--step-ms", 20) as worker:
+            view.await_running()
+            assert client.submit_and_wait("hello", max_tokens=3, timeout=20).text
+            handles = client.submit_many(
+                [{"prompt": f"p{i}", "max_tokens": 100, "tier": tier} for i, tier in enumerate(("realtime", "batch"))]
+            )
+            eventually(lambda: len(view.pending()) + len(view.pending("batch")) == 2, "both run")
+            worker.kill()
+        with WorkerProcess(untouched.url("worker"), queue, "--lease", 1) as worker:
+            assert [handle.result(timeout=20).attempt for handle in handles] == [2, 2]
+            assert client.submit("never", max_tokens=3000).cancel() in ("cancelled", "cancelling")
+            poisoned = client.submit(CRASH + "now", max_tokens=3)
+            assert worker.wait() == 1
+        with WorkerProcess(untouched.url("worker"), queue, "--lease", 1, "--max-attempts", 1) as worker, pytest.raises(Poisoned):
+            poisoned.result(timeout=20)
+        with WorkerProcess(untouched.url("worker"), queue, "--lease", 1) as worker:
+            eventually(lambda: {"pid": str(worker.pid), "state": "running"}.items() <= newest(view).items(), "it runs")
+            assert worker.drain() == 0
+    assert admin.xlen(Keys(queue).dead) == 1
+    assert untouched.refusals() == []
+    admin.close()
+
+
+def newest(view: QueueView) -> dict[str, str]:
+    """The heartbeat of the worker that was started last."""
+    return max(view.workers().values(), key=lambda said: int(said.get("started_ms", 0)), default={})
 
 
 def test_durable_submission_works_with_the_producers_rights(untouched: Guarded, server_kind: str, queue: str) -> None:

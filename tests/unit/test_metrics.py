@@ -143,7 +143,6 @@ def test_stream_events_are_counted(metrics: WorkerMetrics) -> None:
     metrics.lease_lost()
     metrics.resumed(41)
     metrics.redis_round_trip(0.0004)
-    metrics.device_memory("allocated", 2**30)
     metrics.tokens("batch", prompt=100, generation=3)
     metrics.first_token("batch", 0.2)
     metrics.inter_token("batch", 0.04, 30)
@@ -154,10 +153,17 @@ def test_stream_events_are_counted(metrics: WorkerMetrics) -> None:
     assert value(metrics, "lease_losses_total") == 1
     assert (value(metrics, "resumes_total"), value(metrics, "resume_tokens_saved_total")) == (1, 41)
     assert value(metrics, "redis_round_trip_seconds_count") == 1
-    assert value(metrics, "device_memory_bytes", kind="allocated") == 2**30
     assert (value(metrics, "prompt_tokens_total", tier="batch"), value(metrics, "generation_tokens_total", tier="batch")) == (100, 3)
     assert value(metrics, "time_to_first_token_seconds_sum", tier="batch") == 0.2
     assert value(metrics, "inter_token_latency_seconds_count", tier="batch") == 30
+
+
+def test_device_memory_is_read_when_it_is_asked_for(metrics: WorkerMetrics) -> None:
+    taken = {"allocated": 2.0**30, "reserved": 2.0**31, "total": 2.0**36}
+    metrics.watch_memory(lambda kind: taken[kind])
+    assert value(metrics, "device_memory_bytes", kind="allocated") == 2**30
+    taken["allocated"] = 5.0
+    assert value(metrics, "device_memory_bytes", kind="allocated") == 5
 
 
 def test_metrics_load_neither_torch_nor_redis() -> None:

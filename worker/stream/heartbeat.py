@@ -10,6 +10,7 @@ from redis.exceptions import ResponseError
 
 from producer.keys import GROUP, TIERS, Keys, Tier
 from producer.scripts import Argument
+from producer.status import TierStatus, read_tiers
 from worker.stream.scripts import load
 
 
@@ -38,6 +39,10 @@ class Heartbeat:
     def stop(self) -> None:
         """The worker ends in order."""
         self._client.delete(self._keys.worker(self._name))
+
+    def tiers(self) -> list[TierStatus]:
+        """The queue's tiers as they are now, whoever serves them."""
+        return read_tiers(self._client, self._keys)
 
     def others_without_work(self) -> set[str]:
         """Consumers of the group, apart from this one, that have nothing pending on one of the streams."""
