@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def bench(
     if as_json:
         click.echo(json.dumps({"workload": workload, "requests": len(requests), "engines": report.to_json(runs)}, indent=2))
     else:
-        Console().print(report.table(title, runs))
+        Console(width=None if sys.stdout.isatty() else 130).print(report.table(title, runs))
     if plot_path is not None:
         report.plot(plot_path, title, runs)
         console.print(f"plot: {plot_path}")

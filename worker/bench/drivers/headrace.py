@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from producer.sampling import SamplingParams
@@ -28,8 +29,10 @@ def _run(engine: Engine, name: str, requests: list[BenchRequest]) -> Run:
 
     def step() -> Iterator[tuple[int, int]]:
         outputs = engine.step()
-        stats = engine.stats()
-        samples.append({"time_s": time.monotonic() - start_s, "batch_size": stats.num_running, "blocks_used": stats.blocks_used})
+        stats, last = engine.stats(), engine.last_step
+        if last is not None:
+            shares = {"used_blocks": stats.used_blocks, "wasted_slots": stats.wasted_slots, "allocated_slots": stats.allocated_slots}
+            samples.append({"time_s": time.monotonic() - start_s, **asdict(last), **shares})
         for output in outputs:
             if output.error_code:
                 raise RuntimeError(f"request {output.request.id}: {output.error_code} {output.error_message}")
