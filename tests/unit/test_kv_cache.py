@@ -46,7 +46,7 @@ def filled(num_blocks: int, num_cpu_blocks: int) -> KVCache:
     cache = KVCache(LAYERS, num_blocks, 16, torch.float32, CPU, num_cpu_blocks)
     for pair in cache.layers:
         for tensor in pair:
-            tensor += torch.arange(num_blocks).view(-1, 1, 1, 1)
+            tensor.add_(torch.arange(num_blocks).view(-1, 1, 1, 1))
     return cache
 
 
