@@ -59,9 +59,13 @@ class Proxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target_port))
             except OSError:
                 return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:  # refused, as by the server itself
+                _close(client)
+                continue
             self.num_connections += 1
             with self._lock:
                 self._open |= {client, server}
