@@ -11,9 +11,9 @@ import redis
 import redis.asyncio as aioredis
 from redis.exceptions import ReadOnlyError, ResponseError
 
-from producer.calls import CancelOutcome, Status
+from producer.calls import CancelOutcome, Status, Ticket
 from producer.connection import connect_async
-from producer.core import ClientCore, HandleCore
+from producer.core import DEFAULT_URL, ClientCore, HandleCore, Settings
 from producer.exchange import Batch, Call, Pause
 from producer.options import BatchItem, CommonOptions, RequestOptions
 from producer.wire import Chunk, Result
@@ -27,7 +27,10 @@ class AsyncClient(ClientCore):
     A task that is cancelled in `submit_and_wait` cancels its request.
     """
 
-    _connected: aioredis.Redis | None = None
+    def __init__(self, url: str = DEFAULT_URL, queue: str = "default", **settings: Unpack[Settings]) -> None:
+        """As `ClientCore` says."""
+        super().__init__(url, queue, **settings)
+        self._connected: aioredis.Redis | None = connect_async(url)
 
     async def submit_and_wait(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]
@@ -101,7 +104,7 @@ class AsyncClient(ClientCore):
 class AsyncHandle(HandleCore):
     """`producer.Handle` for asyncio."""
 
-    def __init__(self, client: AsyncClient, ticket: Any) -> None:
+    def __init__(self, client: AsyncClient, ticket: Ticket) -> None:
         super().__init__(client, ticket)
         self._client = client
 

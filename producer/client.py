@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import redis
+from redis import Redis
 from redis.exceptions import ReadOnlyError, ResponseError
 
-from producer.calls import CancelOutcome, Status
+from producer.calls import CancelOutcome, Status, Ticket
 from producer.connection import connect
-from producer.core import ClientCore, HandleCore
+from producer.core import DEFAULT_URL, ClientCore, HandleCore, Settings
 from producer.exchange import Batch, Call, Pause
 from producer.options import BatchItem, CommonOptions, RequestOptions
 from producer.wire import Chunk, Result
@@ -26,6 +27,11 @@ class Client(ClientCore):
 
     Threads share it freely; a forked child opens connections of its own. Every call may raise `RedisUnavailable`.
     """
+
+    def __init__(self, url: str = DEFAULT_URL, queue: str = "default", **settings: Unpack[Settings]) -> None:
+        """As `ClientCore` says."""
+        super().__init__(url, queue, **settings)
+        self._by_process: dict[int, Redis] = {os.getpid(): connect(url)}
 
     def submit_and_wait(self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]) -> Result:
         """Run one request and return its result.
@@ -73,12 +79,22 @@ class Client(ClientCore):
         return self._drive(self._abandon_call(id))
 
     @property
-    def redis(self) -> redis.Redis:
+    def redis(self) -> Redis:
         """The redis-py client below, for commands of the caller's own."""
-        # Of several threads that come first one's client is kept, and the others' were never used. A forked child takes none
-        # over: a lock of the pool may have been held by a thread that was not forked along.
         pid = os.getpid()
-        client: redis.Redis = self._by_process.get(pid) or self._by_process.setdefault(pid, connect(self._url))
+        client = self._by_process.get(pid)
+        if client is None:
+            client = self._connect_anew(pid)
+        return client
+
+    def _connect_anew(self, pid: int) -> Redis:
+        """In a forked child, or after `close`. Of several threads that come here first one's client is kept, the others' were never used.
+
+        A child takes nothing over: a lock of the pool may have been held by a thread that was not forked along.
+        """
+        client = self._by_process.setdefault(pid, connect(self._url))
+        for other in self._by_process.keys() - {pid}:
+            self._by_process.pop(other, None)
         return client
 
     def close(self) -> None:
@@ -118,7 +134,7 @@ class Client(ClientCore):
 class Handle(HandleCore):
     """One request on the queue. Threads may share it; another process gets its own with `Client.get`."""
 
-    def __init__(self, client: Client, ticket: Any) -> None:
+    def __init__(self, client: Client, ticket: Ticket) -> None:
         super().__init__(client, ticket)
         self._client = client
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from producer import calls, validate
 from producer.calls import Submission, Ticket, Wait
 from producer.codec import ENCODINGS
 from producer.connection import redact
 from producer.errors import HeadraceError, RedisUnavailable
-from producer.exchange import Call, Patience
+from producer.exchange import Call, Outage, Patience
 from producer.keys import Keys, check_name
 from producer.options import Wanted, build, build_many
 from producer.wire import Chunk, Encoding, Result
@@ -22,27 +22,33 @@ DEADLINE_GRACE_S = 5.0  # how long after its caller's timeout a request that cou
 ABANDON_S = 1.0  # how long the cancelling of an abandoned request may take
 
 
+class Settings(TypedDict, total=False):
+    """Settings of a client.
+
+    Attributes:
+        encoding: of the bodies, requests and replies; ``msgpack`` (default) or ``json``.
+        max_queue_depth: most requests queued and running in a tier, unless the queue's own limit is set in Redis; one more
+            is refused with `QueueFull`. None (default) does not limit.
+        patience_s: how long Redis trouble is waited out in calls without a timeout of their own; 10 s by default.
+    """
+
+    encoding: Encoding
+    max_queue_depth: int | None
+    patience_s: float
+
+
 class ClientCore:
-    """Settings of a client, and its calls as generators."""
+    """A client's settings, and its calls as generators."""
 
     def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        queue: str = "default",
-        *,
-        encoding: Encoding = "msgpack",
-        max_queue_depth: int | None = None,
-        patience_s: float = 10.0,
+        self, url: str, queue: str, *, encoding: Encoding = "msgpack", max_queue_depth: int | None = None, patience_s: float = 10.0
     ) -> None:
-        """Connects when first used.
+        """Nothing is connected before it is used.
 
         Args:
             url: ``redis://``, ``rediss://``, ``unix://`` or ``redis+sentinel://host:port,…/service/db``; redis-py's
                 query options (``?socket_timeout=20``) apply.
-            encoding: of the bodies, requests and replies.
-            max_queue_depth: most requests queued and running in a tier, unless the queue's own limit is set in Redis;
-                one more is refused with `QueueFull`.
-            patience_s: how long Redis trouble is waited out in calls without a timeout of their own.
+            queue: 1-128 characters of ``[A-Za-z0-9._-]``.
 
         Raises:
             ValueError: an argument is malformed (`InvalidRequest` is one).
@@ -55,13 +61,17 @@ class ClientCore:
         self._encoding = encoding
         self._max_queue_depth = max_queue_depth if max_queue_depth is None else validate.integer("max_queue_depth", max_queue_depth, 1)
         self._patience_s = validate.number("patience_s", patience_s, 0.0)
-        self._by_process: dict[int, Any] = {}  # connections, by process id
+        self._outage = Outage()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact(self._url)!r}, queue={self.queue!r})"
 
     def _patience(self) -> Patience:
-        return Patience(self._patience_s)
+        """For a call without a timeout of its own."""
+        return self._patience_of(self._patience_s)
+
+    def _patience_of(self, timeout_s: float | None) -> Patience:
+        return Patience(timeout_s, self._outage)
 
     def _submission(self, wanted: Wanted) -> Submission:
         return calls.submission(self.keys, wanted, self._encoding, self._max_queue_depth)
@@ -82,7 +92,7 @@ class ClientCore:
         timeout_s = check_timeout(timeout_s)
         if wanted.deadline_s is None and timeout_s is not None:
             wanted = replace(wanted, deadline_s=timeout_s + DEADLINE_GRACE_S)
-        item, patience = self._submission(wanted), Patience(timeout_s)
+        item, patience = self._submission(wanted), self._patience_of(timeout_s)
         ticket = None
         try:
             [ticket] = yield from calls.enqueue([item], self.keys, patience)
@@ -97,7 +107,7 @@ class ClientCore:
 
     def _abandon_call(self, request_id: str) -> Call[calls.CancelOutcome]:
         """Cancel what nobody waits for any more, in little time."""
-        return calls.cancel(self.keys, request_id, Patience(ABANDON_S))
+        return calls.cancel(self.keys, request_id, self._patience_of(ABANDON_S))
 
     def _wait_call(self, ticket: Ticket, patience: Patience) -> Call[Result]:
         if not ticket.finished:
@@ -125,10 +135,10 @@ class HandleCore:
         return f"{type(self).__name__}({self.id!r}, queue={self._core.queue!r})"
 
     def _result_call(self, timeout_s: float | None) -> Call[Result]:
-        return self._core._wait_call(self._ticket, Patience(check_timeout(timeout_s)))
+        return self._core._wait_call(self._ticket, self._core._patience_of(check_timeout(timeout_s)))
 
     def _wait(self, timeout_s: float | None) -> Wait:
-        return Wait(self._core.keys, self._ticket, Patience(check_timeout(timeout_s)), streaming=True)
+        return Wait(self._core.keys, self._ticket, self._core._patience_of(check_timeout(timeout_s)), streaming=True)
 
     def _whole(self) -> list[Chunk]:
         """A reply that was read before, as one chunk; an error that was answered is raised."""

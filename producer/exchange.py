@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -47,23 +48,47 @@ class Pause:
 Call = Generator[Batch | Pause, Any, T]
 
 
-class Patience:
-    """How long one call may take altogether, and how long Redis trouble is waited out meanwhile."""
+class Outage:
+    """What the callers of one client know of Redis's trouble: one log line when it begins, one when it ends."""
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_s: float | None = None
+
+    def begin(self, error: RedisError) -> None:
+        """An exchange failed."""
+        with self._lock:
+            if self._since_s is None:
+                self._since_s = time.monotonic()
+                _log.warning("Redis is unavailable, waiting: %s", error)
+
+    def end(self) -> None:
+        """An exchange succeeded."""
+        if self._since_s is None:  # as nearly always: no lock
+            return
+        with self._lock:
+            since_s, self._since_s = self._since_s, None
+        if since_s is not None:
+            _log.warning("Redis is available again after %.1f s", time.monotonic() - since_s)
+
+
+class Patience:
+    """How long one call may take altogether, and how long Redis trouble is waited out meanwhile.
+
+    Attributes:
+        troubled: Redis has not answered since its last trouble.
+    """
+
+    def __init__(self, timeout_s: float | None, outage: Outage) -> None:
+        self._outage = outage
         self._timeout_s = timeout_s
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._backoff = Backoff()
-        self._trouble_since_s: float | None = None
+        self.troubled = False
 
     def remaining_s(self) -> float:
         """Seconds left, never negative; infinite without a timeout."""
         return max(0.0, self._deadline_s - time.monotonic())
-
-    @property
-    def troubled(self) -> bool:
-        """Whether Redis has not answered since its last trouble."""
-        return self._trouble_since_s is not None
 
     def pause(self, error: RedisError) -> Pause:
         """How long to pause before the next try.
@@ -73,9 +98,8 @@ class Patience:
         """
         if not is_transient(error):
             raise RedisUnavailable(f"Redis refuses: {error}") from error
-        if self._trouble_since_s is None:
-            self._trouble_since_s = time.monotonic()
-            _log.warning("Redis is unavailable, waiting: %s", error)
+        self.troubled = True
+        self._outage.begin(error)
         remaining_s = self.remaining_s()
         if remaining_s <= 0.0:
             raise RedisUnavailable(f"Redis was unavailable until the timeout of {self._timeout_s:g} s: {error}") from error
@@ -83,10 +107,9 @@ class Patience:
 
     def answered(self) -> None:
         """Redis answers (again)."""
-        if self._trouble_since_s is not None:
-            _log.warning("Redis is available again after %.1f s", time.monotonic() - self._trouble_since_s)
-            self._trouble_since_s = None
-            self._backoff.reset()
+        self.troubled = False
+        self._backoff.reset()
+        self._outage.end()
 
     def wait_timeout(self, request_id: str) -> WaitTimeout:
         return WaitTimeout(f"no final reply within {self._timeout_s:g} s", request_id=request_id)

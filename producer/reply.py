@@ -40,7 +40,7 @@ class ReplyFold:
         self.last_id = START
         self.final: Frame | None = None
         self._num_tokens = 0
-        self._text = ""
+        self._texts: list[str] = []
 
     def rewind(self) -> None:
         """Read from the start again; what was given out already is skipped."""
@@ -72,13 +72,14 @@ class ReplyFold:
         if chunk.index != self._num_tokens or not chunk.token_ids:
             return None
         self._num_tokens += len(chunk.token_ids)
-        self._text += chunk.text
+        self._texts.append(chunk.text)
         return chunk
 
     def _remainder(self, result: Result) -> Chunk | None:
-        if not result.text.startswith(self._text):
+        given = "".join(self._texts)
+        if not result.text.startswith(given):
             raise InternalError("the final text differs from what was streamed", request_id=result.id)
-        text, token_ids = result.text[len(self._text) :], result.token_ids[self._num_tokens :]
+        text, token_ids = result.text[len(given) :], result.token_ids[self._num_tokens :]
         logprobs = result.logprobs[self._num_tokens :] if result.logprobs is not None else None
         if not (text or token_ids):
             return None

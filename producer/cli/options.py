@@ -26,14 +26,12 @@ def queue_options(command: Command) -> Command:
     return command
 
 
-def open_client(redis_url: str, queue: str, **settings: Any) -> Client:
+def open_client(redis_url: str, queue: str) -> Client:
     """A client, or a usage error where an option is malformed."""
     try:
-        client = Client(redis_url, queue, **settings)
-        client.redis  # noqa: B018 - parses the URL
+        return Client(redis_url, queue)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    return client
 
 
 @contextmanager

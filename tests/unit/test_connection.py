@@ -64,7 +64,7 @@ def test_malformed_url_is_a_value_error(url: str) -> None:
 
 
 def test_sentinel_url_carries_service_database_and_password() -> None:
-    pool = connect("redis+sentinel://user:pa%20ss@a:1,b,[::1]:3/my%2Dservice/4").connection_pool
+    pool: Any = connect("redis+sentinel://user:pa%20ss@a:1,b,[::1]:3/my%2Dservice/4").connection_pool
     assert pool.service_name == "my-service"
     assert (pool.connection_kwargs["db"], pool.connection_kwargs["username"], pool.connection_kwargs["password"]) == (4, "user", "pa ss")
     sentinels = [client.connection_pool.connection_kwargs for client in pool.sentinel_manager.sentinels]
