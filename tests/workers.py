@@ -114,7 +114,10 @@ class QueueView:
         return {name.decode(): value.decode() for name, value in self.client.hgetall(self.keys.state(request_id)).items()}
 
     def consumers(self) -> set[str]:
-        return {c["name"].decode() for tier in TIERS for c in self.client.xinfo_consumers(self.keys.stream(tier), GROUP)}
+        try:
+            return {c["name"].decode() for tier in TIERS for c in self.client.xinfo_consumers(self.keys.stream(tier), GROUP)}
+        except redis.exceptions.ResponseError:  # no worker has made the group yet
+            return set()
 
     def workers(self) -> dict[str, dict[str, str]]:
         """Heartbeats by worker name."""
