@@ -182,7 +182,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelUnavailable, match="model.safetensors"):
+    with pytest.raises(ModelUnavailable, match=r"model\.safetensors"):
         load_model(EngineConfig(model=str(folder)))
 
 
