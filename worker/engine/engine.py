@@ -22,14 +22,18 @@ from producer.wire import FinishReason, GenerateRequest, Result
 from worker.engine import structured
 from worker.engine.config import EngineConfig
 from worker.engine.detokenizer import Detokenizer
-from worker.engine.failures import FatalDeviceError, as_request_error, is_fatal
+from worker.engine.failures import FatalDeviceError, as_request_error, is_fatal, log_culprit
 from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import LoadedModel, load_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.offline import run_to_end
-from worker.engine.request import Request, Sampled, ScheduledChunk, StepOutput, StepPlan
+from worker.engine.request import Request, RequestStatus, Sampled, ScheduledChunk, StepOutput, StepPlan
+from worker.engine.run_ahead import PendingStep, RunAhead
 from worker.engine.scheduler import Scheduler, SchedulerStats
+from worker.engine.siblings import Siblings
 from worker.engine.structured import GrammarCompiler
+
+_PAUSE_S = 0.001  # between looks at a static batch that is filling
 
 log = structlog.get_logger("headrace.engine")
 
@@ -54,19 +58,27 @@ class StepSample:
 class Engine:
     """A model, its KV cache, and the requests that run on them. All methods but those of `inputs` belong to one thread.
 
+    Args:
+        loaded: a model that is in memory already; None loads ``config.model``.
+
     Raises:
         ModelUnavailable: the model cannot be loaded, or would be run wrongly.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self.config = config
         self.last_step: StepSample | None = None
-        self._loaded = load_model(config)
+        self._loaded = loaded or load_model(config)
         self._runner = ModelRunner(self._loaded, config)
+        self._runner.free_unused_weights()
+        if self._runner.eager_because is not None:
+            log.warning("decode steps run without CUDA graphs", reason=self._runner.eager_because)
         self._scheduler = Scheduler(config, self._runner.num_blocks, self._runner.num_cpu_blocks, self._loaded.max_model_len)
         self.inputs = _make_inputs(self._loaded, config.seed)
+        self._siblings = Siblings(self._scheduler)
         self._requests: dict[str, Request] = {}
         self._ended_early: list[StepOutput] = []
+        self._pending: PendingStep | None = None
         self._idle_since_s: float | None = None
         self._offline_ids = itertools.count()
 
@@ -93,23 +105,23 @@ class Engine:
         Raises:
             ContextLengthExceeded: it can never fit the context or the KV cache.
         """
-        assert request.id not in self._requests, f"{request.id} is in the engine"
-        if request.grammar is not None:
-            request.grammar.catch_up(request.output_token_ids)
-        finish_reason, stop_reason = _finish(request)
-        if finish_reason is not None:
-            output = StepOutput(request, len(request.output_token_ids), [], finish_reason=finish_reason, stop_reason=stop_reason)
-            self._ended_early.append(output)
-            return
-        self._scheduler.add(request)
-        self._requests[request.id] = request
+        self.add_all([request])
+
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Take in the requests of one prompt (`InputProcessor.prepare_all`), which is then computed once. Raises as `add`."""
+        for request in requests:
+            assert request.id not in self._requests, f"{request.id} is in the engine"
+        beginning = [request for request in requests if not self._ends_early(request)]
+        if beginning:
+            self._siblings.add(beginning)
+        self._requests.update((request.id, request) for request in requests)
 
     def abort(self, request_id: str) -> None:
         """Forget a request; one that is not there is no error. No output follows."""
-        self._ended_early = [output for output in self._ended_early if output.request.id != request_id]
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is not None:
-            self._scheduler.finish(request)
+            self._ended_early = [output for output in self._ended_early if output.request is not request]
+            self._end(request)
 
     def step(self) -> list[StepOutput]:
         """Run one step.
@@ -120,22 +132,26 @@ class Engine:
         Raises:
             FatalDeviceError: the device is lost. Whatever else is raised is a fault of ours.
         """
-        outputs, self._ended_early = self._ended_early, []
+        outputs = self._take_ended_early()
         plan = self._scheduler.schedule()
+        start_s = time.monotonic()
+        self._runner.copy_blocks(plan)
         if plan.chunks:
-            start_s = time.monotonic()
-            self._runner.copy_blocks(plan)
-            outputs += self._run(plan)
+            outputs += self._run(plan) if self._runner.ahead is None else self._run_ahead(plan, self._runner.ahead)
             self._measure(plan, start_s)
+        elif self._pending is not None:
+            outputs += self._collect()
+        elif not outputs:
+            time.sleep(min(_PAUSE_S, self._scheduler.wait_s()))
         return outputs
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._ended_early)
+        return bool(self._requests)
 
     def room(self, tier: Tier) -> int:
         """How many further requests of a tier are worth fetching now."""
-        return self._scheduler.room(tier)
+        return max(0, self._scheduler.room(tier) - self._siblings.num_held(tier))
 
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""
@@ -169,6 +185,24 @@ class Engine:
             return item
         return GenerateRequest(id=f"offline-{next(self._offline_ids)}", prompt=item, params=params)
 
+    def _ends_early(self, request: Request) -> bool:
+        """Whether what a request brings is complete already; then the next step says so."""
+        if request.grammar is not None:
+            request.grammar.catch_up(request.output_token_ids)
+        finish_reason, stop_reason = _finish(request)
+        if finish_reason is None:
+            return False
+        output = StepOutput(request, len(request.output_token_ids), [], finish_reason=finish_reason, stop_reason=stop_reason)
+        self._ended_early.append(output)
+        request.move_to(RequestStatus.FINISHED)  # it never was the scheduler's
+        return True
+
+    def _take_ended_early(self) -> list[StepOutput]:
+        outputs, self._ended_early = self._ended_early, []
+        for output in outputs:
+            self._end(output.request)
+        return outputs
+
     # A step
 
     def _run(self, plan: StepPlan) -> list[StepOutput]:
@@ -177,7 +211,39 @@ class Engine:
         except Exception as error:
             return self._isolate(plan, error)
         self._scheduler.advance(plan)
-        return [output for chunk, sampled in zip(plan.chunks, results, strict=True) if (output := self._update(chunk, sampled))]
+        return self._update_all(plan.chunks, results)
+
+    def _run_ahead(self, plan: StepPlan, ahead: RunAhead) -> list[StepOutput]:
+        """Launch the step, and only then read the tokens of the one before it."""
+        if not ahead.can_launch(plan):
+            outputs = self._collect()
+            rest = _unfinished(plan)
+            return outputs + (self._run(rest) if rest.chunks else [])
+        try:
+            pending = ahead.launch(plan)
+        except Exception as error:
+            outputs = self._collect()
+            rest = _unfinished(plan)
+            return outputs + (self._isolate(rest, error) if rest.chunks else [])
+        outputs = self._collect()
+        self._scheduler.advance(plan)
+        pending.mark_unknown()
+        self._pending = pending
+        return outputs
+
+    def _collect(self) -> list[StepOutput]:
+        """Read the tokens of the step that was launched last; nothing where none was."""
+        if self._pending is None:
+            return []
+        pending, self._pending = self._pending, None
+        try:
+            results = pending.result()
+        except RuntimeError as error:  # what fails behind a launch has failed on the device
+            raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
+        return self._update_all(pending.chunks, results)
+
+    def _update_all(self, chunks: Sequence[ScheduledChunk], results: Sequence[Sampled | None]) -> list[StepOutput]:
+        return [output for chunk, sampled in zip(chunks, results, strict=True) if (output := self._update(chunk, sampled))]
 
     def _isolate(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
         """Run the halves of a failed step, until what makes it fail is alone; only that is ended.
@@ -186,8 +252,9 @@ class Engine:
         """
         if is_fatal(error, self._loaded.device):
             raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
-        log.warning("step failed", batch_size=len(plan.chunks), error=type(error).__name__, exc_info=len(plan.chunks) == 1)
+        log.warning("step failed", batch_size=len(plan.chunks), error=type(error).__name__)
         if len(plan.chunks) == 1:
+            log_culprit(plan.chunks[0].request.id, error)
             failure = as_request_error(error)
             return [self._fail(plan.chunks[0].request, failure.code, failure.message)]
         middle = len(plan.chunks) // 2
@@ -196,7 +263,7 @@ class Engine:
     def _update(self, chunk: ScheduledChunk, sampled: Sampled | None) -> StepOutput | None:
         """Take in what the step says about one request, and end it where it has to end."""
         request = chunk.request
-        if sampled is None:
+        if sampled is None or request.status is RequestStatus.FINISHED:  # ended by what was read after the step's launch
             return None
         if sampled.error_code is not None:
             return self._fail(request, sampled.error_code, "no token can be chosen: the model's output is not finite, or all is forbidden")
@@ -211,6 +278,7 @@ class Engine:
         if sampled.logprob is not None:
             request.logprobs.append(sampled.logprob)
         finish_reason, stop_reason = _finish(request)
+        self._siblings.computed(request)
         if finish_reason is not None:
             self._end(request)
         logprobs = None if sampled.logprob is None else [sampled.logprob]
@@ -222,13 +290,15 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         del self._requests[request.id]
-        self._scheduler.finish(request)
+        if not self._siblings.discard(request):
+            self._scheduler.finish(request)
+            self._siblings.ended(request)
 
     def _measure(self, plan: StepPlan, start_s: float) -> None:
         end_s = time.monotonic()
         idle_s = start_s - self._idle_since_s if self._idle_since_s is not None else 0.0
         self.last_step = StepSample(end_s - start_s, idle_s, len(plan.chunks), plan.num_tokens)
-        self._idle_since_s = end_s if self._requests else None
+        self._idle_since_s = end_s if self._requests and self._pending is None else None
 
 
 def _finish(request: Request) -> tuple[FinishReason | None, int | None]:
@@ -243,6 +313,11 @@ def _finish(request: Request) -> tuple[FinishReason | None, int | None]:
     if request.grammar is not None and request.grammar.complete:
         return "stop", None
     return ("length" if len(request.output_token_ids) >= request.max_tokens else None), None
+
+
+def _unfinished(plan: StepPlan) -> StepPlan:
+    """What is left of a plan whose requests may have ended since it was made. Its copies are made already."""
+    return StepPlan([chunk for chunk in plan.chunks if chunk.request.status is not RequestStatus.FINISHED])
 
 
 def _make_inputs(loaded: LoadedModel, seed: int) -> InputProcessor:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+
+import structlog
 import torch
 
 from producer.errors import BatchFailed, HeadraceError, InternalError, OutOfMemory
+
+log = structlog.get_logger("headrace.engine")
 
 
 class FatalDeviceError(InternalError):
@@ -36,3 +41,8 @@ def as_request_error(error: Exception) -> HeadraceError:
     if is_out_of_memory(error):
         return OutOfMemory("the device ran out of memory on this request")
     return BatchFailed(f"the model step failed on this request ({type(error).__name__})")
+
+
+def log_culprit(request_id: str, error: Exception) -> None:
+    """Say where a request made its step fail. As text, not as an exception: some renderers would show the variables, prompts among them."""
+    log.error("request failed its step", id=request_id, traceback="".join(traceback.format_exception(error)))

@@ -29,8 +29,8 @@ def run_to_end(engine: Engine, wanted: Sequence[GenerateRequest]) -> list[Result
     runs = [_Run(engine, request) for request in wanted]
     owners = {part.request.id: (run, part) for run in runs for part in run.parts}
     try:
-        for _, part in owners.values():
-            engine.add(part.request)
+        for run in runs:
+            engine.add_all(run.gather.requests)
         while engine.has_work():
             for output in engine.step():
                 run, part = owners[output.request.id]

@@ -1,0 +1,402 @@
+"""The engine's loop on a tiny model: how outputs end, what a failure costs, resumes, several outputs, scores."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from producer.errors import BatchFailed, ContextLengthExceeded, InvalidRequest
+from producer.sampling import SamplingParams
+from producer.wire import GenerateRequest
+from tests.tiny_engine import EOS, assert_idle, byte_tokenizer, loaded_model, request, run, tiny_engine
+from tests.tiny_models import VOCAB_SIZE, tiny_model
+from worker.engine.engine import Engine
+from worker.engine.model_loader import prepare_model
+from worker.engine.request import Request, StepPlan
+
+POISON = 317  # a token whose embedding is NaN in `poisoned`
+WILD: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 4},
+    {"temperature": 1.2, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 2, "seed": 5},
+    {"temperature": 2.0, "min_p": 0.05, "logit_bias": {7: 3.0}, "seed": 6},
+    {"temperature": 1.0, "presence_penalty": 1.0, "min_tokens": 5, "stop_token_ids": [1, 2, 3], "seed": 7},
+)
+
+
+def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def wild_requests(count: int = 12, **fields: Any) -> list[Request]:
+    return [
+        request(f"r{i}", prompt, 10, **{"arrival": i, **fields, **WILD[i % len(WILD)], "seed": i})
+        for i, prompt in enumerate(prompts(count))
+    ]
+
+
+def tokens_of(requests: Sequence[Request]) -> dict[str, list[int]]:
+    return {r.id: r.output_token_ids for r in requests}
+
+
+def alone(requests: Sequence[Request]) -> dict[str, list[int]]:
+    engine = tiny_engine(enable_prefix_caching=False)
+    for item in requests:
+        run(engine, [item])
+    return tokens_of(requests)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    """What each of `wild_requests` writes when it is alone."""
+    return alone(wild_requests())
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> Any:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+    return prepare_model(model, byte_tokenizer(), "poisoned")
+
+
+# Outputs
+
+
+def test_outputs_come_token_by_token_and_the_last_says_why() -> None:
+    item = request("r", [1, 2, 3], 5)
+    outputs = run(tiny_engine(), [item])["r"]
+    assert [output.index for output in outputs] == [0, 1, 2, 3, 4]
+    assert [output.token_ids for output in outputs] == [[token] for token in item.output_token_ids]
+    assert [output.finish_reason for output in outputs] == [None] * 4 + ["length"]
+
+
+def test_neighbours_chunks_and_preemption_change_no_token(expected: dict[str, list[int]]) -> None:
+    for settings in ({}, {"max_batch_tokens": 16, "max_batch_size": 5}, {"num_blocks": 12}, {"policy": "static", "max_wait_ms": 1.0}):
+        requests = wild_requests()
+        random.Random(1).shuffle(requests)
+        run(tiny_engine(**settings), requests)
+        assert tokens_of(requests) == expected
+
+
+def test_preempted_batch_requests_write_the_same(expected: dict[str, list[int]]) -> None:
+    for cpu_swap_blocks in (0, 100):
+        requests = wild_requests(tier="batch")
+        engine = tiny_engine(num_blocks=40, block_size=4, batch_overcommit=8.0, realtime_reserved=0.0, cpu_swap_blocks=cpu_swap_blocks)
+        run(engine, requests)
+        assert tokens_of(requests) == expected
+        assert engine.stats().recompute_preemptions + engine.stats().swap_preemptions > 0
+
+
+def test_logprobs_are_one_a_token_even_after_preemption() -> None:
+    requests = [request(f"r{i}", prompt, 10, logprobs=3, tier="batch", arrival=i) for i, prompt in enumerate(prompts(12))]
+    engine = tiny_engine(num_blocks=40, block_size=4, batch_overcommit=8.0, realtime_reserved=0.0)
+    outputs = run(engine, requests)
+    assert engine.stats().recompute_preemptions > 0
+    for item in requests:
+        assert [entry.token_id for entry in item.logprobs] == item.output_token_ids
+        assert [entry for output in outputs[item.id] for entry in output.logprobs or ()] == item.logprobs
+
+
+def test_eos_as_first_token_ends_with_that_token() -> None:
+    first = alone([request("r", [1, 2, 3], 1)])["r"]
+    item = request("r", [1, 2, 3], 5, eos_token_ids=frozenset(first))
+    (output,) = run(tiny_engine(), [item])["r"]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (first, "stop", None)
+
+
+def test_a_stop_token_ends_and_is_named() -> None:
+    tokens = alone([request("r", [1, 2, 3], 5)])["r"]
+    stop = next(token for i, token in enumerate(tokens) if i and token not in tokens[:i])
+    outputs = run(tiny_engine(), [request("r", [1, 2, 3], 5, stop_token_ids=[stop])])["r"]
+    assert [token for output in outputs for token in output.token_ids] == tokens[: tokens.index(stop) + 1]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
+
+
+def test_no_stop_before_min_tokens() -> None:
+    tokens = alone([request("r", [1, 2, 3], 9)])["r"]
+    item = request("r", [1, 2, 3], 9, eos_token_ids=frozenset(tokens), min_tokens=4)
+    run(tiny_engine(), [item])
+    assert len(item.output_token_ids) > 4
+    assert not set(item.output_token_ids[:4]) & set(tokens)
+
+
+def test_abort_at_every_step_leaves_the_others_as_they_were(expected: dict[str, list[int]]) -> None:
+    for steps in range(14):
+        requests, engine = wild_requests(), tiny_engine(num_blocks=30, max_batch_tokens=32)
+        for item in requests:
+            engine.add(item)
+        for _ in range(steps):
+            engine.step()
+        for item in requests[::3]:
+            engine.abort(item.id)
+        ended = {output.request.id for output in run(engine).get("r0", [])}
+        assert not ended
+        assert tokens_of(requests[1::3]) == {item.id: expected[item.id] for item in requests[1::3]}
+
+
+def test_aborting_what_is_not_there_is_no_error() -> None:
+    engine = tiny_engine()
+    engine.abort("nobody")
+    item = request("r", [1], 2)
+    run(engine, [item])
+    engine.abort("r")
+    assert len(item.output_token_ids) == 2
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_next_is_fine() -> None:
+    engine = tiny_engine(num_blocks=4)
+    with pytest.raises(ContextLengthExceeded):
+        engine.add(request("large", [1] * 60, 10))
+    with pytest.raises(ContextLengthExceeded):
+        engine.add(request("long", [1] * 510, 10))
+    assert not engine.has_work()
+    assert run(engine, [request("fine", [1] * 50, 10)])["fine"][-1].finish_reason == "length"
+
+
+# Failures
+
+
+@pytest.mark.parametrize("place", range(0, 12, 3))
+def test_what_makes_a_step_fail_is_ended_alone(expected: dict[str, list[int]], place: int) -> None:
+    requests = wild_requests()
+    culprit = request("culprit", [5, VOCAB_SIZE + 5, 6], 5)  # no such embedding: the step raises
+    outputs = run(tiny_engine(max_batch_tokens=512), [*requests[:place], culprit, *requests[place:]])
+    (failed,) = outputs["culprit"]
+    assert (failed.error_code, failed.token_ids) == ("BATCH_FAILED", [])
+    assert tokens_of(requests) == expected
+
+
+def test_a_late_chunk_that_fails_ends_its_request_alone(expected: dict[str, list[int]]) -> None:
+    requests = wild_requests()
+    culprit = request("culprit", [5] * 200 + [VOCAB_SIZE + 5], 5)
+    outputs = run(tiny_engine(), [culprit, *requests])
+    assert outputs["culprit"][-1].error_code == "BATCH_FAILED"
+    assert tokens_of(requests) == expected
+
+
+def test_every_request_failing_leaves_an_engine_that_works() -> None:
+    engine = tiny_engine()
+    outputs = run(engine, [request(f"r{i}", [VOCAB_SIZE], 5) for i in range(7)])
+    assert {output.error_code for (output,) in outputs.values()} == {"BATCH_FAILED"}
+    assert run(engine, [request("next", [1], 2)])["next"][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")]
+)
+def test_memory_running_out_has_a_code_of_its_own(
+    expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    engine = tiny_engine(max_batch_tokens=512)
+    step = engine._runner.run
+
+    def run_out_of_memory(plan: StepPlan) -> Any:
+        if any(chunk.request.id == "culprit" for chunk in plan.chunks):
+            raise error
+        return step(plan)
+
+    monkeypatch.setattr(engine._runner, "run", run_out_of_memory)
+    requests = wild_requests()
+    outputs = run(engine, [request("culprit", [1], 3), *requests])
+    assert outputs["culprit"][-1].error_code == "OUT_OF_MEMORY"
+    assert tokens_of(requests) == expected
+
+
+def test_a_row_of_nan_fails_alone_and_its_blocks_can_be_used_again(poisoned: Any, expected: dict[str, list[int]]) -> None:
+    engine = tiny_engine(poisoned, num_blocks=40)
+    for _ in range(3):
+        requests = wild_requests()
+        sick = [request(f"sick{i}", [1] * (20 * i + 5) + [POISON, 2], 5, arrival=i) for i in range(3)]
+        outputs = run(engine, [*sick, *requests])
+        assert {output.error_code for item in sick for output in outputs[item.id]} == {"BATCH_FAILED"}
+        assert tokens_of(requests) == expected
+
+
+# Resumes
+
+
+def test_a_resumed_request_goes_on_as_if_it_had_never_stopped(expected: dict[str, list[int]]) -> None:
+    engine = tiny_engine()
+    for split in (1, 4, 9):
+        requests = wild_requests()
+        for item in requests:
+            item.output_token_ids = expected[item.id][:split]
+        outputs = run(engine, [item for item in requests if len(expected[item.id]) > split])
+        assert tokens_of([item for item in requests if item.id in outputs]) == {key: expected[key] for key in outputs}
+        assert {first.index for first, *_ in outputs.values()} == {split}
+
+
+def test_a_resumed_request_that_had_ended_ends_without_another_token() -> None:
+    engine = tiny_engine()
+    requests = [
+        request("eos", [1, 2], 9, output_token_ids=[5, EOS], eos_token_ids=frozenset({EOS})),
+        request("stop", [1, 2], 9, output_token_ids=[5, 7], stop_token_ids=[7]),
+        request("length", [1, 2], 2, output_token_ids=[5, 7]),
+    ]
+    outputs = run(engine, requests)
+    ends = {key: (output.finish_reason, output.stop_reason, output.index, output.token_ids) for key, (output,) in outputs.items()}
+    assert ends == {"eos": ("stop", None, 2, []), "stop": ("stop", 7, 2, []), "length": ("length", None, 2, [])}
+    engine.add(request("aborted", [1, 2], 2, output_token_ids=[5, 7]))
+    engine.abort("aborted")
+    assert not engine.has_work()
+    assert engine.step() == []
+
+
+# Several outputs of one prompt
+
+
+def wanted(request_id: str = "r", **fields: Any) -> GenerateRequest:
+    own = {name: fields.pop(name) for name in GenerateRequest.__dataclass_fields__ if name in fields}
+    return GenerateRequest(id=request_id, params=SamplingParams(**fields), **own)
+
+
+def computed_tokens(engine: Engine, requests: Sequence[Request]) -> int:
+    """Add requests of one prompt, run them to the end, and count the tokens that the model saw."""
+    engine.add_all(requests)
+    total = 0
+    while engine.has_work():
+        engine.step()
+        assert engine.last_step is not None
+        total += engine.last_step.num_tokens
+    assert_idle(engine)
+    return total
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_n_outputs_compute_their_prompt_once(caching: bool) -> None:
+    engine = tiny_engine(enable_prefix_caching=caching)
+    prompt = prompts(1, longest=1)[0] * 100
+    params = {"n": 5, "temperature": 1.0, "max_tokens": 6, "seed": 11, "ignore_eos": True}
+    together = engine.inputs.prepare_all(wanted(prompt_token_ids=prompt, **params))
+    singly = engine.inputs.prepare_all(wanted(prompt_token_ids=prompt, **params))
+    assert computed_tokens(engine, together) <= 100 + 5 * 6 + 4 * 16
+    assert list(tokens_of(together).values()) == list(alone(singly).values())
+    assert len({tuple(tokens) for tokens in tokens_of(together).values()}) > 1
+
+
+def test_n_outputs_of_one_token_or_of_a_short_prompt_work_too() -> None:
+    engine = tiny_engine()
+    for prompt, max_tokens in (([1] * 100, 1), ([1, 2], 5)):
+        requests = engine.inputs.prepare_all(wanted(prompt_token_ids=prompt, n=4, max_tokens=max_tokens, ignore_eos=True))
+        engine.add_all(requests)
+        run(engine)
+        assert {len(item.output_token_ids) for item in requests} == {max_tokens}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_the_other_outputs_do_without_the_one_that_is_aborted(steps: int) -> None:
+    engine = tiny_engine()
+    fields = {"prompt_token_ids": [1] * 150, "n": 4, "max_tokens": 5, "seed": 2, "ignore_eos": True}
+    requests = engine.inputs.prepare_all(wanted(**fields))
+    engine.add_all(requests)
+    for _ in range(steps):
+        engine.step()
+    engine.abort(requests[0].id)
+    engine.abort(requests[2].id)
+    run(engine)
+    again = engine.inputs.prepare_all(wanted("again", **fields))
+    expected = alone(again)
+    assert [requests[i].output_token_ids for i in (1, 3)] == [expected[f"again#{i}"] for i in (1, 3)]
+
+
+# Scores and embeddings
+
+
+def log_likelihood(prompt: list[int], start: int) -> float:
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
+    return sum(float(logprobs[i - 1, prompt[i]]) for i in range(start, len(prompt)))
+
+
+def test_scores_are_the_models_log_likelihoods() -> None:
+    for settings in ({}, {"max_batch_tokens": 32}, {"enable_prefix_caching": False}):
+        engine = tiny_engine(**settings)
+        continuations = ["abc", "b" * 70, "zz"]
+        requests = engine.inputs.prepare_all(wanted(prompt="x" * 90, kind="score", continuations=continuations))
+        total = computed_tokens(engine, requests)
+        for item in requests:
+            assert item.score == pytest.approx(log_likelihood(item.prompt_token_ids, item.score_start), rel=1e-4)
+        if settings == {}:
+            assert total < 90 + 3 + 70 + 2 + 3 * 16
+
+
+def test_an_embedding_is_the_mean_of_the_last_hidden_states_at_length_one() -> None:
+    prompt = prompts(1, seed=3, longest=1)[0] * 70
+    with torch.inference_mode():
+        hidden = tiny_model("llama").model(torch.tensor([prompt])).last_hidden_state[0].double().mean(0)
+    (output,) = run(tiny_engine(max_batch_tokens=32), [request("r", prompt, 0, kind="embed")])["r"]
+    assert output.finish_reason == "stop"
+    assert output.embedding == pytest.approx((hidden / hidden.norm()).tolist(), abs=1e-5)
+
+
+# Without a queue
+
+
+def test_generate_gives_results_in_order() -> None:
+    engine = tiny_engine()
+    results = engine.generate(["first", "second prompt"], temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert [result.text for result in results] == [engine.generate(text, temperature=0.0, max_tokens=4, ignore_eos=True)[0].text for text in ("first", "second prompt")]  # fmt: skip  # noqa: E501
+    assert [result.usage.prompt_tokens for result in results] == [5, 13]
+    assert {(result.finish_reason, result.model, len(result.token_ids)) for result in results} == {("length", "tiny", 4)}
+
+
+def test_generate_takes_every_kind_of_request() -> None:
+    engine = tiny_engine()
+    chat, score, embed, several = engine.generate(
+        [
+            wanted("chat", messages=[{"role": "user", "content": "hi"}], max_tokens=3, logprobs=2, temperature=0.0, ignore_eos=True),
+            wanted("score", prompt="a", kind="score", continuations=["b", "c"]),
+            wanted("embed", prompt="a", kind="embed"),
+            wanted("several", prompt="a", n=3, max_tokens=2, ignore_eos=True),
+        ]
+    )
+    assert chat.usage.prompt_tokens == len("user: hi\nassistant:")
+    assert [len(entry.top) for entry in chat.logprobs or ()] == [2, 2, 2]
+    assert score.scores is not None
+    assert len(score.scores) == 2
+    assert embed.embedding is not None
+    assert len(embed.embedding) == 48
+    assert several.choices is not None
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert several.usage.completion_tokens == 6
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
+    engine = tiny_engine()
+    whole = engine.generate("prompt", temperature=0.0, max_tokens=12, ignore_eos=True)[0]
+    stop = whole.text[4:7]
+    (result,) = engine.generate("prompt", temperature=0.0, max_tokens=12, ignore_eos=True, stop=[stop])
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+    assert result.text == whole.text[: whole.text.index(stop)]
+    assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+    assert_idle(engine)
+
+
+def test_an_error_in_generate_leaves_nothing_behind(poisoned: Any) -> None:
+    engine = tiny_engine(poisoned)
+    with pytest.raises(BatchFailed) as caught:
+        engine.generate(["fine", wanted("bad", prompt_token_ids=[POISON], max_tokens=2)], max_tokens=20)
+    assert caught.value.request_id == "bad"
+    with pytest.raises(InvalidRequest):
+        engine.generate("x", max_tokens=10**6)
+    assert not engine.has_work()
+    assert_idle(engine)
+
+
+def test_what_the_engine_says_of_itself() -> None:
+    engine = tiny_engine()
+    assert (engine.model_name, engine.device_name, engine.dtype_name) == ("tiny", "cpu", "float32")
+    assert loaded_model().vocab_size == VOCAB_SIZE
+    run(engine, [request("a", [1] * 20, 3), request("b", [2] * 20, 3)])
+    assert engine.last_step is not None
+    assert (engine.last_step.batch_size, engine.last_step.num_tokens) == (2, 2)
+    assert engine.last_step.seconds > 0
+    assert engine.room("realtime") > 0
