@@ -66,6 +66,16 @@ def letters(client: redis.Redis, keys: Keys) -> Iterator[DeadLetter]:
         start = f"({_text(page[-1][0])}"
 
 
+def latest(client: redis.Redis, keys: Keys, count: int) -> list[DeadLetter]:
+    """The last ``count`` dead letters, newest first.
+
+    Raises:
+        redis.RedisError: Redis is in trouble.
+    """
+    page: Any = client.xrevrange(keys.dead, "+", "-", count=count)
+    return [_letter(_text(entry_id), fields) for entry_id, fields in page]
+
+
 def replay(client: redis.Redis, keys: Keys, letter: DeadLetter) -> str:
     """Put ``letter`` back on its stream, as the same request with its history; its old state and reply go.
 

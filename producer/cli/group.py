@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "size": ("worker.cli_size:size", "Say what fits on a device, before there is one."),
     "status": ("producer.cli.status:status", "Show queues and workers."),
     "submit": ("producer.cli.submit:submit", "Submit prompts and print the answers."),
+    "top": ("producer.top:top", "Watch a queue, live."),
     "worker": ("worker.cli:worker", "Serve a queue with a model."),
 }
 

@@ -79,7 +79,7 @@ def _tiers(current: QueueStatus) -> Table:
     for name in ("queued", "running", "oldest"):
         table.add_column(name, justify="right")
     for tier in current.tiers:
-        table.add_row(tier.tier, str(tier.queued), str(tier.running), "" if tier.oldest_age_s is None else _duration(tier.oldest_age_s))
+        table.add_row(tier.tier, str(tier.queued), str(tier.running), "" if tier.oldest_age_s is None else duration(tier.oldest_age_s))
     return table
 
 
@@ -94,13 +94,13 @@ def _workers(current: QueueStatus) -> Table:
             "" if worker.free_blocks is None else f"{worker.free_blocks}/{worker.total_blocks if worker.total_blocks is not None else '?'}"
         )
         rate = "" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}"
-        up = "" if worker.uptime_s is None else _duration(worker.uptime_s)
+        up = "" if worker.uptime_s is None else duration(worker.uptime_s)
         batch = "" if worker.batch_size is None else str(worker.batch_size)
         table.add_row(Text(worker.name), Text(worker.state), Text(worker.model), batch, blocks, rate, up)
     return table
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Two units at most: ``4.2s``, ``3m12s``, ``2h05m``, ``4d07h``."""
     if seconds < 60:
         return f"{seconds:.1f}s"

@@ -1,0 +1,182 @@
+"""The runbook's commands, run on a real server with a queue that is in use; its options and metrics held against the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from producer import Client
+from producer.cli.group import COMMANDS, main
+from producer.errors import Poisoned
+from tests.fakes import CRASH
+from tests.servers import Server
+from tests.workers import QueueView, WorkerProcess, eventually
+from worker.metrics import WorkerMetrics
+
+OPS = Path(__file__).parents[2] / "ops"
+DOCUMENTS = ("runbook.md", "tuning.md")
+FENCE = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+CHANGING = ("headrace dead replay", "headrace dead purge")
+NEEDS_A_HOST = ("curl", "journalctl")  # that has the worker's port, or systemd
+
+
+def commands(name: str) -> list[str]:
+    return [line for block in FENCE.findall((OPS / name).read_text()) for line in block.splitlines() if line]
+
+
+REDIS_COMMANDS = [command for command in commands("runbook.md") if command.startswith("redis-cli")]
+HEADRACE_COMMANDS = [command for command in commands("runbook.md") if command.startswith("headrace")]
+
+
+@dataclass(frozen=True)
+class InUse:
+    """A server whose queue ``default`` has a worker, requests that run, one that is done, and a dead letter."""
+
+    port: int
+    worker: str
+    request_id: str
+    dead_id: str
+
+    def shell(self, command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run a line of the runbook as an operator does, with our ``redis-cli`` and ``headrace`` pointed at this server."""
+        (folder / "headrace").write_text(f'#!/bin/sh\nexec {sys.executable} -c "from producer.cli import main; main()" "$@"\n')
+        (folder / "redis-cli").write_text(f'#!/bin/sh\nexec {shutil.which("redis-cli")} -e -p {self.port} "$@"\n')
+        for name in ("headrace", "redis-cli"):
+            (folder / name).chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "HEADRACE_REDIS": f"redis://127.0.0.1:{self.port}/0",
+            "WORKER": self.worker,
+            "ID": self.dead_id if "dead" in command else self.request_id,
+        }
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=60,
+        )
+
+
+@pytest.fixture(scope="module")
+def in_use() -> Iterator[InUse]:
+    with Server("valkey") as server, server.client() as raw, Client(server.url) as client:
+        view = QueueView(raw, "default")
+        poison = given_up(server, client)
+        with WorkerProcess(server.url, "default", "--lease", 1, "--max-attempts", 1, "--step-ms", 50) as worker:
+            eventually(lambda: len(view.workers()) == 1, "the dead worker's heartbeat is over")
+            done = client.submit_and_wait("hello", max_tokens=2, timeout=30)
+            client.submit_many([{"prompt": "long", "max_tokens": 3000, "source": "search", "tier": tier} for tier in ("realtime", "batch")])
+            eventually(lambda: view.pending() and view.pending("batch"), "requests run")
+            assert worker.process.poll() is None
+            yield InUse(server.port, done.worker, done.id, poison)
+
+
+def given_up(server: Server, client: Client) -> str:
+    """Make a dead letter; returns its request's id. No worker is left."""
+    poison = client.submit(CRASH, source="nightly")
+    for _ in range(2):
+        with WorkerProcess(server.url, "default", "--lease", 1, "--max-attempts", 1) as dying:
+            eventually(lambda dying=dying: dying.process.poll() is not None or poison.status() == "failed", "it dies, or gives up")
+    with pytest.raises(Poisoned):
+        poison.result(timeout=1)
+    return poison.id
+
+
+@pytest.mark.parametrize("command", REDIS_COMMANDS)
+def test_redis_recipe_answers_on_a_queue_in_use(in_use: InUse, command: str, tmp_path: Path) -> None:
+    if shutil.which("redis-cli") is None:
+        pytest.skip("no redis-cli on this machine")
+    result = in_use.shell(command, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not re.search(r"^(\(error\)|ERR|NOPERM|WRONGTYPE|Could not connect)", result.stdout + result.stderr, re.MULTILINE)
+    shows_nothing = ("IDLE", "SLOWLOG", "LATENCY", "limits")  # on a queue without trouble
+    assert result.stdout.strip() or any(word in command for word in shows_nothing)
+
+
+@pytest.mark.parametrize("command", [command for command in HEADRACE_COMMANDS if not command.startswith(CHANGING)])
+def test_headrace_command_works_on_a_queue_in_use(in_use: InUse, command: str, tmp_path: Path) -> None:
+    result = in_use.shell(command, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("command", [command for command in HEADRACE_COMMANDS if command.startswith(CHANGING)])
+def test_headrace_command_takes_the_dead_letter_away(command: str, tmp_path: Path) -> None:
+    with Server("valkey") as server, server.client() as raw, Client(server.url) as client:
+        dead_id = given_up(server, client)
+        result = InUse(server.port, "", "", dead_id).shell(command, tmp_path)
+        assert (result.returncode, result.stdout.strip()) == (0, dead_id), result.stderr
+        assert raw.xlen(client.keys.dead) == 0
+
+
+def test_first_look_shows_what_the_runbook_says_it_does(in_use: InUse, tmp_path: Path) -> None:
+    if shutil.which("redis-cli") is None:
+        pytest.skip("no redis-cli on this machine")
+    groups = in_use.shell("redis-cli XINFO GROUPS 'headrace:{default}:batch'", tmp_path).stdout.split()
+    assert groups[groups.index("pending") + 1] == "1"
+    assert groups[groups.index("lag") + 1] == "0"
+    state = in_use.shell('redis-cli HGET "headrace:{default}:state:$ID" status', tmp_path).stdout
+    assert state.strip() == "done"
+
+
+def test_every_command_line_of_the_documents_is_known_here() -> None:
+    known = ("redis-cli", "headrace", *NEEDS_A_HOST)
+    assert [command for name in DOCUMENTS for command in commands(name) if not command.startswith(known)] == []
+    assert len(REDIS_COMMANDS) > 20
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_name_commands_and_options_that_exist(name: str) -> None:
+    text = (OPS / name).read_text()
+    context = click.Context(main)
+    options = {option for command in all_commands(main, context) for option in options_of(command)}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"redis-cli .*", "", text)))
+    assert used - options == set()
+    assert set(re.findall(r"headrace ([a-z]+)", text)) - set(COMMANDS) == set()
+
+
+def all_commands(group: click.Group, context: click.Context) -> Iterator[click.Command]:
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield command
+        if isinstance(command, click.Group):
+            yield from all_commands(command, context)
+
+
+def options_of(command: click.Command) -> list[str]:
+    return [option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_name_metrics_that_are_exported(name: str) -> None:
+    families = {family.name for family in WorkerMetrics("w").registry.collect()}
+    assert set(re.findall(r"headrace:[a-z][a-z0-9_]+", (OPS / name).read_text())) - families == set()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_name_plots_that_the_dashboard_has(name: str) -> None:
+    dashboard = (OPS / "grafana/dashboards/headrace.json").read_text()
+    plots = set(re.findall(r"(?<!\*)\*([A-Z][A-Za-z ,']+)\*(?!\*)", (OPS / name).read_text()))
+    assert {plot for plot in plots if f'"title": "{plot}"' not in dashboard} == set()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_within_the_documents_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", (OPS / name).read_text()):
+        path, _, section = target.partition("#")
+        text = (OPS / (path or name)).read_text()
+        headings = {line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")}
+        assert not section or section in headings, target
