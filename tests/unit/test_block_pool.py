@@ -106,6 +106,18 @@ def test_content_below_another_prefix_is_not_found_even_where_the_keys_collide()
     assert index.find(keys["bx"][1], node_b, x) is None
 
 
+def test_a_block_whose_prefix_was_evicted_is_found_again_below_the_new_one() -> None:
+    pool = make_pool(4)
+    first, tail = pool.allocate(2, pinned=False) or []
+    record(pool, tail, b"tail", record(pool, first, b"first"))
+    pool.release([first], pinned=False)
+    assert first in (pool.allocate(3, pinned=False) or []), "its prefix is gone, it is still in use"
+    new_node = record(pool, first, b"first")
+    assert find(pool, b"tail", new_node) is None
+    node = record(pool, tail, b"tail", new_node)
+    assert find(pool, b"tail", new_node) == (tail, node)
+
+
 def test_keys_depend_on_salt_tokens_and_all_that_comes_before() -> None:
     def keys(salt: bytes, token_ids: list[int]) -> list[bytes]:
         index, chain = PrefixIndex(block_size=2, salt=salt), list[bytes]()

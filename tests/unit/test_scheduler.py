@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from producer.errors import ContextLengthExceeded
+from producer.keys import TIERS, Tier
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
 from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, StepPlan
@@ -67,6 +68,24 @@ def test_an_endless_prompt_lets_newcomers_in_and_still_gets_half_the_budget() ->
         assert endless.num_computed_tokens >= done + 8
         done = endless.num_computed_tokens
     assert done == 16 + 20 * 10
+
+
+def test_newcomers_cannot_hold_an_endless_prompt_up() -> None:
+    sim = Simulation(replace(CONFIG, max_batch_size=8), num_blocks=1_000)
+    endless = make_request(1_000, 1)
+    sim.add(endless)
+    sim.step()
+    for step in range(1, 20):
+        sim.add(*(make_request(30, 1) for _ in range(2)))
+        sim.step()
+        assert endless.num_computed_tokens >= 16 + 8 * step
+
+
+def test_an_endless_newcomer_leaves_half_the_budget_to_those_behind_it() -> None:
+    sim = Simulation(CONFIG, num_blocks=1_000)
+    endless, behind = make_request(1_000, 1), make_request(30, 1)
+    sim.add(endless, behind)
+    assert chunks(sim.step()) == [(behind.id, 0, 8), (endless.id, 0, 8)]
 
 
 def test_endless_prompts_take_turns() -> None:
@@ -295,10 +314,11 @@ def test_a_child_outlives_its_parent_before_it_ran() -> None:
     assert chunks(sim.step()) == [(child.id, 8, 2)]
 
 
-def test_a_waiting_child_lends_nobody_out_of_the_pool() -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_waiting_child_keeps_nobody_out_of_the_pool(tier: Tier) -> None:
     sim = Simulation(replace(CONFIG, enable_prefix_caching=False), num_blocks=4)
-    parent, whole = make_request(range(10), 1), make_request(13, 4)
-    child = make_request(range(10), 1)
+    parent, whole = make_request(range(10), 1, tier=tier), make_request(13, 4, tier=tier)
+    child = make_request(range(10), 1, tier=tier)
     sim.add(parent, whole)
     plan = sim.schedule()
     sim.compute(plan.chunks)

@@ -12,6 +12,7 @@ from worker.engine.admission import Shares
 from worker.engine.config import EngineConfig
 from worker.engine.preemption import PreemptionCosts
 from worker.engine.request import Request, RequestStatus
+from worker.engine.running import MAX_PREEMPTIONS
 
 CONFIG = EngineConfig(max_batch_size=8, max_batch_tokens=64, block_size=4)
 DEAR_SWAP = PreemptionCosts(recompute_s_per_token=1e-9, swap_s_per_block=1.0)
@@ -120,6 +121,17 @@ def test_a_realtime_flood_leaves_batch_prefills_their_floor() -> None:
     assert request.status is RequestStatus.FINISHED
 
 
+def test_the_largest_floor_leaves_half_of_the_budget_to_realtime_prefills() -> None:
+    sim = Simulation(replace(CONFIG, batch_floor=1.0, realtime_reserved=0.0), num_blocks=1_000)
+    realtime, low = make_request(320, 1), batch(3_000, 1)
+    sim.add(low)
+    sim.step()
+    sim.add(realtime)
+    for _ in range(10):
+        sim.step()
+    assert realtime.status is RequestStatus.FINISHED
+
+
 def test_a_batch_request_too_big_for_its_tier_runs_when_realtime_is_quiet_and_holds_nobody_up() -> None:
     sim = Simulation(CONFIG, num_blocks=64)
     busy, big, small = make_request(4, 30), batch(200, 10), batch(4, 2)
@@ -131,8 +143,9 @@ def test_a_batch_request_too_big_for_its_tier_runs_when_realtime_is_quiet_and_ho
     sim.run()
 
 
-def test_a_realtime_request_as_big_as_the_pool_gets_its_turn_among_batch_work() -> None:
-    sim = Simulation(CONFIG, num_blocks=64)
+@pytest.mark.parametrize("floor", [0.1, 0.5])
+def test_a_realtime_request_as_big_as_the_pool_gets_its_turn_among_batch_work(floor: float) -> None:
+    sim = Simulation(replace(CONFIG, batch_floor=floor), num_blocks=64)
     big = make_request(250, 7)
     sim.add(*(batch(20, 10) for _ in range(5)))
     sim.step()
@@ -265,17 +278,76 @@ def test_realtime_is_never_preempted() -> None:
 
 
 def test_realtime_coming_and_going_preempts_nobody_over_and_over() -> None:
-    sim = Simulation(CONFIG, num_blocks=100)
-    requests = [batch(8, 60) for _ in range(12)]
+    sim = Simulation(CONFIG, num_blocks=1_000)
+    requests = [batch(8, 200) for _ in range(8)]
     sim.add(*requests)
-    for step in range(200):
-        if step % 5 == 0:
-            sim.add(make_request(4, 2))
+    sim.step()
+    for _ in range(20):
+        sim.add(make_request(4, 2))
+        for _ in range(4):
+            sim.step()
+    assert sum(r.num_preemptions for r in requests) == 20
+    assert max(r.num_preemptions for r in requests) == MAX_PREEMPTIONS
+
+
+def test_a_batch_request_leaves_a_watermark_of_blocks() -> None:
+    sim = Simulation(replace(CONFIG, batch_floor=0.0, max_batch_tokens=1_000), num_blocks=200)
+    first = batch(4 * 150, 1)
+    sim.add(first, batch(4 * 49, 1), batch(4 * 48, 1))
+    sim.failed_step(culprit=False)
+    assert running(sim, "batch") == 1
+    sim.finish(sim.live[1])
+    sim.failed_step(culprit=False)
+    assert running(sim, "batch") == 2
+
+
+def test_a_swapped_request_starts_with_no_more_than_it_had_computed() -> None:
+    sim = Simulation(replace(CONFIG, batch_overcommit=10.0), num_blocks=8, num_cpu_blocks=20, costs=CHEAP_SWAP)
+    twins = [make_request(range(6), max_tokens, tier="batch") for max_tokens in (9, 7)]
+    sim.add(*twins)
+    while twins[1].num_tokens < 12:
         sim.step()
-        if not any(r in sim.live for r in requests):
-            break
+    urgent = make_request(9, 4)
+    sim.add(urgent)
+    sim.step()
+    assert twins[1].status is RequestStatus.SWAPPED
+    assert twins[1].num_computed_tokens == 11
     sim.run()
-    assert max(r.num_preemptions for r in requests) <= 4
+    assert twins[1].output_token_ids == twins[0].output_token_ids[:7]
+
+
+def test_a_swapped_request_comes_back_past_blocks_that_a_waiting_child_holds() -> None:
+    config = replace(CONFIG, max_batch_size=2, enable_prefix_caching=False)
+    sim = Simulation(config, num_blocks=24, num_cpu_blocks=24, costs=CHEAP_SWAP)
+    parent, victim, urgent = batch(48, 12), batch(36, 10), make_request(20, 5)
+    sim.add(parent, victim)
+    sim.step()
+    sim.step()
+    child = make_request(parent.prompt_token_ids, 4, tier="batch")
+    sim.fork(parent, child)
+    sim.add(urgent)
+    sim.step()
+    assert victim.status is RequestStatus.SWAPPED
+    sim.finish(parent)
+    assert len(child.block_ids) == 11
+    assert sim.step().swap_in
+    assert not child.block_ids
+    sim.run()
+
+
+def test_nobody_enters_in_the_step_that_swaps_in() -> None:
+    sim = Simulation(replace(CONFIG, max_batch_size=2, enable_prefix_caching=False), num_blocks=50, num_cpu_blocks=50, costs=CHEAP_SWAP)
+    elder, victim, urgent, newcomer = batch(10, 2), batch(10, 10), make_request(4, 1), batch(4, 4)
+    sim.add(elder, victim)
+    sim.step()
+    sim.add(urgent)
+    sim.step()
+    sim.add(newcomer)
+    plan = sim.step()
+    assert (len(plan.swap_in), newcomer.status) == (3, RequestStatus.WAITING)
+    sim.step()
+    assert newcomer.status is RequestStatus.RUNNING
+    sim.run()
 
 
 def test_swapped_and_recomputed_requests_keep_what_they_generated() -> None:

@@ -2,7 +2,7 @@
 
 Realtime requests are pinned: admitted only where every block they can need is there or can be had by preempting.
 Batch requests take what is left, may promise `EngineConfig.batch_overcommit` times that, and give way to
-realtime down to the tier's floor. So that realtime cannot starve them, the eldest running batch request is pinned
+realtime down to the tier's floor. So that realtime cannot starve them, one that enters while no other runs is pinned
 too, and realtime leaves room for that (`_batch_claim`).
 """
 
@@ -64,7 +64,6 @@ class Step:
     Attributes:
         budget: tokens left.
         in_flight: prefix keys of the blocks that this step computes.
-        swapped_in: requests that this step swaps in; it does not swap them out again.
         put_aside: waiting requests that wait for blocks in flight, until the next step.
     """
 
@@ -73,7 +72,6 @@ class Step:
     decodes: list[ScheduledChunk] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)
     in_flight: set[bytes] = field(default_factory=set)
-    swapped_in: set[Request] = field(default_factory=set)
     put_aside: list[Request] = field(default_factory=list)
 
 
@@ -129,7 +127,7 @@ class Admission:
         if not self._can_pin(request, prefix, self._batch_claim(request)):
             self._refused[queue] = (request, self._epoch)
             return None
-        if free_slots <= 0 and not self._preemption.preempt_newest(step.plan, step.swapped_in):
+        if free_slots <= 0 and not self._preemption.preempt_newest(step.plan):
             return None
         self._batch_has_turn |= self._is_oversized(request)
         return self._enter(queue, step, prefix, pinned=True)
@@ -137,7 +135,8 @@ class Admission:
     def admit_batch(self, step: Step) -> Request | None:
         """Admit the next batch request if it fits beside what realtime is entitled to; None where not.
 
-        A step that preempts admits none: it would be the one that was preempted.
+        A step that preempts admits none: it would be the one that was preempted. A step that swaps in admits no
+        newcomer: it might take blocks that make what was swapped in give way again before it is copied.
         """
         if step.plan.preempted:
             return None
@@ -145,7 +144,7 @@ class Admission:
             return None
         queue = self._queues.oversized if len(self._queues.oversized) and self.realtime_is_quiet else self._queues.batch
         request = self._next(queue, step)
-        if request is None:
+        if request is None or (step.plan.swap_in and request.status is RequestStatus.WAITING):
             return None
         prefix = self._blocks.lookup(request)
         if not self._running.count["batch"] and self._may_pin_batch(request) and self._can_pin(request, prefix):
@@ -165,18 +164,6 @@ class Admission:
             return None
         prefix = self._blocks.lookup(request)
         return self._enter(queue, step, prefix, pinned=True) if self._can_pin(request, prefix) else None
-
-    def pin_eldest_batch(self) -> None:
-        """Pin the eldest running batch request, unless one is pinned, or it needs more than realtime leaves."""
-        if self._running.pinned_batch is not None:
-            return
-        eldest = self._running.eldest_unpinned(self._shares.batch_blocks)
-        if eldest is None or not self._may_pin_batch(eldest):
-            return
-        if self._blocks.num_committed + self._blocks.num_to_pin(eldest) <= self._num_blocks:
-            self._blocks.pin(eldest)
-            self._running.note_pinned(eldest)
-            self._note_batch_pinned()
 
     def may_fill_floor(self, step: Step) -> bool:
         """Whether a batch request that waits for the tier's floor may enter in this step."""
@@ -220,23 +207,18 @@ class Admission:
             self._charge_prompt(request, prefix)
         elif request.status is RequestStatus.SWAPPED:
             num_swapped_in = len(request.cpu_block_ids) - len(prefix.block_ids)
-            self._preemption.reclaim(num_swapped_in + prefix.num_idle, step.plan, step.swapped_in)
-            step.swapped_in.add(request)
+            self._preemption.reclaim(num_swapped_in + prefix.num_idle, step.plan)
         step.plan.swap_in += self._blocks.admit(request, prefix, pinned=pinned)
         request.move_to(RequestStatus.RUNNING)
         self._running.add(request)
         if request is self._running.pinned_batch:
-            self._note_batch_pinned()
+            self._batch_has_turn = False
         return request
 
     def _charge_prompt(self, request: Request, prefix: Prefix) -> None:
         assert request.account is not None
         num_uncached = request.num_prompt_tokens - len(prefix.block_ids) * self._blocks.block_size
         request.account.served += request.account.prompt_cost * max(num_uncached, 0)
-
-    def _note_batch_pinned(self) -> None:
-        self._batch_has_turn = False
-        self.note_release()  # realtime need no longer leave room for it
 
     def _can_pin(self, request: Request, prefix: Prefix, claim: int = 0) -> bool:
         needed = request.max_blocks - len(prefix.block_ids) + prefix.num_unpinned
@@ -271,7 +253,7 @@ class Admission:
         return min(self._shares.floor_slots, self._running.count["batch"] + len(self._queues.batch))
 
     def _batch_claim(self, request: Request) -> int:
-        """Blocks that a realtime request must leave, so that the eldest batch request can be pinned."""
+        """Blocks that a realtime request must leave to the eldest batch request, while none is pinned."""
         if not self._shares.floor_slots or self._running.pinned_batch is not None:
             return 0
         if self._is_oversized(request) and not self._batch_has_turn:
@@ -280,10 +262,7 @@ class Admission:
         return 0 if eldest is None else eldest.max_blocks
 
     def _may_pin_batch(self, request: Request) -> bool:
-        if not self._shares.floor_slots or request.max_blocks > self._shares.batch_blocks:
-            return False
-        realtime = self._queues.realtime.peek()
-        return realtime is None or not self._is_oversized(realtime) or self._batch_has_turn
+        return self._shares.floor_slots > 0 and request.max_blocks <= self._shares.batch_blocks
 
     def _is_oversized(self, request: Request) -> bool:
         """Whether a realtime request needs blocks that are the batch tier's share."""

@@ -145,19 +145,6 @@ class BlockManager:
         self._outstanding[request.pinned] -= count
         assert len(request.block_ids) <= request.max_blocks, f"{request.id} outgrows what it was promised"
 
-    def pin(self, request: Request) -> None:
-        """Promise a running request all of its blocks."""
-        self.pool.pin(request.block_ids)
-        rest = request.max_blocks - len(request.block_ids)
-        self._outstanding[False] -= rest
-        self._outstanding[True] += rest
-        request.pinned = True
-
-    def num_to_pin(self, request: Request) -> int:
-        """By how much `pin` would raise `num_committed`."""
-        unpinned = sum(not self.pool.is_pinned(block_id) for block_id in request.block_ids)
-        return unpinned + request.max_blocks - len(request.block_ids)
-
     def release(self, request: Request) -> None:
         """Take back everything that a request holds or was promised, in whatever status it is."""
         if request.status is RequestStatus.RUNNING:

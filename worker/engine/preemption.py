@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from worker.engine.block_manager import BlockManager
@@ -35,7 +34,7 @@ class Preemption:
         self._running = running
         self._queues = queues
 
-    def reclaim(self, count: int, plan: StepPlan, spared: Collection[Request]) -> bool:
+    def reclaim(self, count: int, plan: StepPlan, spared: Request | None = None) -> bool:
         """Make ``count`` blocks available, if it takes preempting everyone but ``spared``; returns whether they are."""
         pool = self._blocks.pool
         while pool.num_available < count:
@@ -43,8 +42,8 @@ class Preemption:
                 return False
         return True
 
-    def preempt_newest(self, plan: StepPlan, spared: Collection[Request]) -> bool:
-        """Preempt one request, not of ``spared``; False where there is none."""
+    def preempt_newest(self, plan: StepPlan, spared: Request | None = None) -> bool:
+        """Preempt one request, not ``spared``; False where there is none."""
         victim = self._running.victim(spared)
         if victim is None:
             return False

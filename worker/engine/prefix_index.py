@@ -79,9 +79,7 @@ class PrefixIndex:
         found = self.find(key, parent, content)
         if found is not None:
             return found[1], None
-        if block_id in self._by_block:  # below a node that was dropped
-            self.drop(block_id)
-        loser = self._by_key.get(key)
+        loser = self._by_key.get(key)  # another prefix, or this one below a node that was dropped
         if loser is not None:
             self.drop(loser.block_id)
         self._last_node += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from producer.keys import Tier
 from worker.engine.request import Request
@@ -36,20 +36,18 @@ class RunningSet:
         if request is self.pinned_batch:
             self.pinned_batch = None
 
-    def note_pinned(self, request: Request) -> None:
-        """A running batch request was pinned."""
-        self.pinned_batch = request
-
     def eldest_unpinned(self, max_blocks: int) -> Request | None:
         """The first in arrival of those that may be preempted and need at most ``max_blocks``."""
-        return min((request for request in self._unpinned(()) if request.max_blocks <= max_blocks), key=_arrival, default=None)
+        candidates = (request for request in self._unpinned() if request.max_blocks <= max_blocks)
+        return min(candidates, key=_arrival, default=None)
 
-    def victim(self, spared: Container[Request]) -> Request | None:
-        """Whom to preempt: the last in arrival, unless it was preempted too often. None where nobody may be."""
-        return max(self._unpinned(spared), key=_susceptibility, default=None)
+    def victim(self, spared: Request | None) -> Request | None:
+        """Whom to preempt: the last in arrival, unless it was preempted too often. None where nobody else may be."""
+        candidates = (request for request in self._unpinned() if request is not spared)
+        return max(candidates, key=_susceptibility, default=None)
 
-    def _unpinned(self, spared: Container[Request]) -> Iterator[Request]:
-        return (request for request in self._requests if not request.pinned and request not in spared)
+    def _unpinned(self) -> Iterator[Request]:
+        return (request for request in self._requests if not request.pinned)
 
 
 def _arrival(request: Request) -> tuple[int, int]:

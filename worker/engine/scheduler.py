@@ -247,7 +247,7 @@ class Scheduler:
 
     def _grow_decodes(self, step: Step, growing: list[Request]) -> None:
         while self._blocks.pool.num_available < len(growing):
-            reclaimed = self._blocks.drop_forked() or self._preemption.preempt_newest(step.plan, ())
+            reclaimed = self._blocks.drop_forked() or self._preemption.preempt_newest(step.plan)
             assert reclaimed, "pinned requests were promised their blocks"
             growing = [request for request in growing if request.status is RequestStatus.RUNNING]
             step.decodes = [chunk for chunk in step.decodes if chunk.request.status is RequestStatus.RUNNING]
@@ -257,13 +257,12 @@ class Scheduler:
     def _plan_continuous(self, step: Step, prefills: list[Request]) -> None:
         """Realtime prefills first, less the batch tier's floor; then batch prefills, within their tier's share."""
         quiet = self._admission.realtime_is_quiet
-        self._admission.pin_eldest_batch()
         realtime = [request for request in prefills if request.tier == "realtime"]
         batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
         num_batch_decodes = self._running.count["batch"] - len(batch)
         shares, left = self._shares, step.budget
         floor = shares.floor_tokens - num_batch_decodes if batch or self._admission.may_fill_floor(step) else 0
-        floor = max(0, min(floor, (left + self._num_steps % 2) // 2))
+        floor = max(0, min(floor, left // 2))
         self._plan_prefills(step, realtime, self._admission.admit_realtime, left - floor)
         share = left if quiet else max(shares.batch_tokens - num_batch_decodes, floor)
         self._plan_prefills(step, batch, self._admission.admit_batch, min(step.budget, share))
@@ -330,7 +329,7 @@ class Scheduler:
 
     def _reclaim_for(self, step: Step, request: Request, missing: int) -> None:
         if request.pinned or request is self._running.eldest_unpinned(request.max_blocks):
-            enough = self._preemption.reclaim(missing, step.plan, {request, *step.swapped_in})
+            enough = self._preemption.reclaim(missing, step.plan, spared=request)
             assert enough or not request.pinned, "pinned requests were promised their blocks"
 
     def _close(self, step: Step) -> StepPlan:
