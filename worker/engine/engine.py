@@ -22,7 +22,7 @@ from producer.wire import FinishReason, GenerateRequest, Result
 from worker.engine import structured
 from worker.engine.config import EngineConfig
 from worker.engine.detokenizer import Detokenizer
-from worker.engine.failures import FatalDeviceError, as_request_error, is_fatal, log_culprit
+from worker.engine.failures import FatalDeviceError, as_request_error, is_fatal, is_out_of_memory, log_culprit, release_memory
 from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import LoadedModel, load_model
 from worker.engine.model_runner import ModelRunner
@@ -257,6 +257,8 @@ class Engine:
             log_culprit(plan.chunks[0].request.id, error)
             failure = as_request_error(error)
             return [self._fail(plan.chunks[0].request, failure.code, failure.message)]
+        if is_out_of_memory(error):
+            release_memory(self._loaded.device)
         middle = len(plan.chunks) // 2
         return self._run(StepPlan(plan.chunks[:middle])) + self._run(StepPlan(plan.chunks[middle:]))
 

@@ -36,6 +36,12 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
+def release_memory(device: torch.device) -> None:
+    """Give what torch keeps for later back to the device, so that a smaller step may fit."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def as_request_error(error: Exception) -> HeadraceError:
     """The error that the request alone in a failing step gets. Exceptions' texts stay in the log: they may hold anything."""
     if is_out_of_memory(error):
