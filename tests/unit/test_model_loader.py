@@ -23,7 +23,7 @@ from worker.engine.model_loader import choose_device, choose_dtype, load_model, 
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-TOKENS = [*BYTES, BYTES[0] + BYTES[1], "<end>"]
+TOKENS = [*BYTES, BYTES[0] + BYTES[1], BYTES[2] + BYTES[3], "<end>"]
 END = len(TOKENS) - 1
 
 
@@ -41,7 +41,7 @@ def write_gguf(file: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([gguf.TokenType.NORMAL] * (len(TOKENS) - 1) + [gguf.TokenType.CONTROL])
-    writer.add_token_merges([f"{BYTES[0]} {BYTES[1]}"])
+    writer.add_token_merges([f"{BYTES[0]} {BYTES[1]}", f"{BYTES[2]} {BYTES[3]}"])
     writer.add_eos_token_id(END)
     writer.add_bos_token_id(END)
     writer.add_chat_template(TEMPLATE)

@@ -35,7 +35,6 @@ LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 64, "long_f
         ("mamba", {}, "linear_attention"),
         ("jamba", {}, "linear_attention"),
         ("qwen3_next", {}, "linear_attention"),
-        ("recurrent_gemma", {}, "linear_attention"),
         ("falcon_h1", {}, "hybrid"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
         ("llama4_text", {}, "chunked_attention"),
