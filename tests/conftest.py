@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import redis
 
+from producer import Client
+from producer.keys import Keys
+from tests.responder import Responder, echo
 from tests.servers import KINDS, Server, binary
 
 
@@ -42,3 +46,22 @@ def raw(server: Server) -> Iterator[redis.Redis]:
     """A plain client of `server`."""
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def any_client(any_server: Server, queue: str) -> Iterator[Client]:
+    """A blocking client of the test's queue, on each kind of server."""
+    with Client(any_server.url, queue=queue) as client:
+        yield client
+
+
+@pytest.fixture
+def keys(queue: str) -> Keys:
+    return Keys(queue)
+
+
+@pytest.fixture
+def respond(any_server: Server, queue: str) -> Iterator[Callable[..., Responder]]:
+    """Starts an answerer on the test's queue that runs a script on each request; it ends with the test."""
+    with ExitStack() as stack:
+        yield lambda script=echo: stack.enter_context(Responder(any_server.url, queue, script).running())

@@ -134,3 +134,26 @@ class Responder:
             self._thread.join(timeout=20)
         if self.failures:
             raise self.failures[0]
+
+
+class Held:
+    """A script that holds each request until the test says how to go on."""
+
+    def __init__(self) -> None:
+        self._taken: list[Taken] = []
+        self._arrived = threading.Semaphore(0)
+
+    def __call__(self, taken: Taken) -> None:
+        self._taken.append(taken)
+        self._arrived.release()
+
+    def next(self) -> Taken:
+        """The request that was taken first of those not given out yet."""
+        assert self._arrived.acquire(timeout=20)
+        return self._taken.pop(0)
+
+
+def entries(client: redis.Redis, key: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """All of a stream."""
+    found: Any = client.xrange(key)
+    return list(found)

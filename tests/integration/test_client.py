@@ -1,79 +1,35 @@
-"""The blocking client against a real server and a scripted answerer."""
+"""The blocking client against a real server and a scripted answerer: submitting, streaming, limits, missing replies."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Any
 
 import pytest
-import redis
 
 from producer import (
     BatchFailed,
-    Cancelled,
     Client,
-    HeadraceError,
     InvalidRequest,
     QueueFull,
     ReplyExpired,
     SamplingParams,
     UnknownRequest,
-    WaitTimeout,
     calls,
 )
 from producer.keys import Keys
-from tests.responder import Responder, Taken, echo
+from tests.responder import Held, Responder, Taken, entries
 from tests.servers import Server
 
 T_S = 20.0  # far more than anything here takes
 
 
 @pytest.fixture
-def client(any_server: Server, queue: str) -> Iterator[Client]:
-    with Client(any_server.url, queue=queue) as client:
-        yield client
-
-
-@pytest.fixture
-def keys(queue: str) -> Keys:
-    return Keys(queue)
-
-
-@pytest.fixture
-def respond(any_server: Server, queue: str) -> Iterator[Callable[..., Responder]]:
-    """Starts an answerer that runs a script on each request."""
-    with ExitStack() as stack:
-        yield lambda script=echo: stack.enter_context(Responder(any_server.url, queue, script).running())
-
-
-def entries(client: Client, key: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """All of a stream."""
-    found: Any = client.redis.xrange(key)
-    return list(found)
-
-
-class Held:
-    """A script that holds each request until the test says how to go on."""
-
-    def __init__(self) -> None:
-        self.taken: list[Taken] = []
-        self.arrived = threading.Semaphore(0)
-
-    def __call__(self, taken: Taken) -> None:
-        self.taken.append(taken)
-        self.arrived.release()
-
-    def next(self) -> Taken:
-        assert self.arrived.acquire(timeout=T_S)
-        return self.taken.pop(0)
+def client(any_client: Client) -> Client:
+    return any_client
 
 
 def test_submit_and_wait_returns_the_result(client: Client, respond: Callable[..., Responder]) -> None:
@@ -91,7 +47,7 @@ def test_reply_comes_in_the_encoding_of_the_request(
     respond()
     with Client(any_server.url, queue=queue, encoding=encoding) as client:  # type: ignore[arg-type]  # a literal by parametrisation
         result = client.submit_and_wait("hi", timeout=T_S)
-        [[_, fields]] = entries(client, keys.reply(result.id))
+        [[_, fields]] = entries(client.redis, keys.reply(result.id))
     assert set(fields) == {b"type", b"attempt", encoding.encode()}
 
 
@@ -127,7 +83,7 @@ def test_stream_of_a_request_submitted_without_asks_the_worker_to_publish(
     chunks = handle.stream(timeout=T_S)
     assert next(chunks).text == "a"
     assert client.redis.hget(keys.state(handle.id), "stream") == b"1"
-    assert [fields for _, fields in entries(client, keys.control)] == [{b"op": b"stream", b"id": handle.id.encode()}]
+    assert [fields for _, fields in entries(client.redis, keys.control)] == [{b"op": b"stream", b"id": handle.id.encode()}]
     taken.final("abc", [0, 1, 2])
     assert "".join(chunk.text for chunk in chunks) == "bc"
     assert client.redis.hget(keys.state(handle.id), "status") == b"done"
@@ -187,129 +143,6 @@ def test_score_and_embed_say_what_they_want(client: Client, respond: Callable[..
     ]
 
 
-def test_two_hundred_threads_each_get_their_own_answer(client: Client, respond: Callable[..., Responder]) -> None:
-    held = Held()
-    respond(held)
-    with ThreadPoolExecutor(200) as pool:
-        answers = [pool.submit(client.submit_and_wait, f"prompt {i}", timeout=60) for i in range(200)]
-        taken = [held.next() for _ in range(200)]  # all of them block at the same time
-        for item in reversed(taken):
-            echo(item)
-        assert [answer.result().text for answer in answers] == [f"prompt {i}" for i in range(200)]
-    assert client.redis.xlen(client.keys.stream("realtime")) == 0
-
-
-# -- giving up, cancelling
-
-
-def test_wait_timeout_leaves_the_request_running(client: Client) -> None:
-    handle = client.submit("hi")
-    started = time.monotonic()
-    with pytest.raises(WaitTimeout) as raised:
-        handle.result(timeout=0.2)
-    assert time.monotonic() - started >= 0.2
-    assert raised.value.request_id == handle.id
-    assert handle.status() == "queued"
-
-
-def test_result_with_no_time_at_all_looks_once(client: Client, respond: Callable[..., Responder]) -> None:
-    handle = client.submit("hi")
-    with pytest.raises(WaitTimeout):
-        handle.result(timeout=0)
-    respond()
-    handle.result(timeout=T_S)
-    assert client.get(handle.id).result(timeout=0).text == "hi"
-
-
-def test_submit_and_wait_that_times_out_cancels_its_request(client: Client, keys: Keys) -> None:
-    with pytest.raises(WaitTimeout) as raised:
-        client.submit_and_wait("hi", timeout=0.2)
-    assert raised.value.request_id is not None
-    assert client.get(raised.value.request_id).status() == "cancelled"
-    assert client.redis.xlen(keys.stream("realtime")) == 1  # an undelivered entry is never deleted: a worker discards it
-
-
-def test_submit_and_wait_gives_the_request_a_deadline(client: Client, keys: Keys, respond: Callable[..., Responder]) -> None:
-    responder = respond()
-    client.submit_and_wait("hi", timeout=T_S)
-    client.submit_and_wait("hi", timeout=T_S, deadline_s=1000)
-    client.submit_and_wait("hi")
-    lifetimes = [r.deadline_ms and r.enqueued_ms and r.deadline_ms - r.enqueued_ms for r in responder.seen]
-    assert lifetimes == [(T_S + 5) * 1000, 1_000_000, None]
-
-
-def test_interrupted_submit_and_wait_cancels_its_request(any_server: Server, queue: str, respond: Callable[..., Responder]) -> None:
-    held = Held()
-    respond(held)
-    code = f"from producer import Client; Client({any_server.url!r}, {queue!r}).submit_and_wait('hi', id='x1')"
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as caller:
-        held.next()
-        caller.send_signal(signal.SIGINT)
-        _, stderr = caller.communicate(timeout=T_S)
-    assert stderr.rstrip().endswith("KeyboardInterrupt")
-    with Client(any_server.url, queue) as client:
-        assert client.redis.hget(client.keys.state("x1"), "cancel") == b"1"
-        assert [fields for _, fields in entries(client, client.keys.control)] == [{b"op": b"cancel", b"id": b"x1"}]
-
-
-def test_cancel_of_a_queued_request_answers_it_at_once(client: Client, keys: Keys, respond: Callable[..., Responder]) -> None:
-    handle = client.submit("hi")
-    assert handle.cancel() == "cancelled"
-    with pytest.raises(Cancelled):
-        handle.result(timeout=T_S)
-    assert handle.status() == "cancelled"
-    assert 0 < client.redis.pttl(keys.reply(handle.id)) <= calls.REPLY_TTL_MS
-    assert 0 < client.redis.pttl(keys.state(handle.id)) <= calls.FINISHED_STATE_TTL_MS
-    responder = respond()
-    assert client.submit_and_wait("next", timeout=T_S).text == "next"
-    assert [request.prompt for request in responder.seen] == ["next"]
-
-
-@pytest.mark.parametrize("encoding", ["json", "msgpack"])
-def test_cancellation_is_answered_in_the_encoding_of_the_request(any_server: Server, queue: str, encoding: str) -> None:
-    with Client(any_server.url, queue=queue, encoding=encoding) as client:  # type: ignore[arg-type]  # a literal by parametrisation
-        handle = client.submit("hi")
-        handle.cancel()
-        [[_, fields]] = entries(client, client.keys.reply(handle.id))
-    assert encoding.encode() in fields
-
-
-def test_cancel_of_a_running_request_orders_its_worker_to(client: Client, keys: Keys, respond: Callable[..., Responder]) -> None:
-    held = Held()
-    respond(held)
-    handle = client.submit("hi")
-    taken = held.next()
-    assert handle.cancel() == "cancelling"
-    assert client.redis.hget(keys.state(handle.id), "cancel") == b"1"
-    taken.error(Cancelled("as ordered"))
-    with pytest.raises(Cancelled):
-        handle.result(timeout=T_S)
-
-
-def test_cancel_of_a_finished_request_has_no_effect(client: Client, keys: Keys, respond: Callable[..., Responder]) -> None:
-    respond()
-    handle = client.submit("hi")
-    handle.result(timeout=T_S)
-    assert handle.cancel() == "finished"
-    assert client.redis.xlen(keys.control) == 0
-    assert client.get(handle.id).result(timeout=T_S).text == "hi"
-
-
-def test_cancellation_that_comes_first_stops_the_request(client: Client, keys: Keys) -> None:
-    assert client.get("x1").cancel() == "unknown"
-    assert 0 < client.redis.pttl(keys.state("x1")) <= calls.FINISHED_STATE_TTL_MS
-    with pytest.raises(Cancelled):
-        client.submit_and_wait("hi", id="x1", timeout=T_S)
-    assert client.redis.xlen(keys.stream("realtime")) == 0
-
-
-def test_cancel_storm_leaves_no_key_without_a_lifetime(client: Client, keys: Keys) -> None:
-    handles = client.submit_many([f"p{i}" for i in range(300)])
-    assert {handle.cancel() for handle in handles} == {"cancelled"}
-    lasting = {key for key in client.redis.scan_iter(f"{keys.prefix}*", count=1000) if client.redis.ttl(key) < 0}
-    assert lasting == {keys.stream("realtime").encode()}
-
-
 # -- once per id, and limits
 
 
@@ -348,7 +181,7 @@ def test_limit_of_the_queue_outranks_the_clients(any_server: Server, queue: str,
 def test_state_holds_what_the_protocol_says(client: Client, keys: Keys) -> None:
     handle = client.submit("hi", tier="batch", deadline_s=1.5)
     state = client.redis.hgetall(keys.state(handle.id))
-    [[entry_id, fields]] = entries(client, keys.stream("batch"))
+    [[entry_id, fields]] = entries(client.redis, keys.stream("batch"))
     assert set(state) == {b"status", b"tier", b"entry", b"encoding", b"enqueued_ms", b"deadline_ms"}
     assert (state[b"status"], state[b"tier"], state[b"entry"], state[b"encoding"]) == (b"queued", b"batch", entry_id, b"msgpack")
     assert int(state[b"deadline_ms"]) - int(state[b"enqueued_ms"]) == 1500
@@ -429,139 +262,3 @@ def test_request_that_redis_lost_is_put_again(client: Client, keys: Keys, monkey
             assert answer.result().text == "hello"
     assert [request.id for request in responder.seen] == [handle.id]
     assert str(responder.seen[0].deadline_ms).encode() == before
-
-
-# -- what is shared: threads, forks, connections
-
-
-class Alarm(Exception):
-    """Stands for whatever may interrupt a caller at any instant."""
-
-
-def test_interrupted_caller_never_leaves_its_reply_to_another(client: Client, respond: Callable[..., Responder]) -> None:
-    def interrupt(*_: object) -> None:
-        raise Alarm
-
-    def slowly(taken: Taken) -> None:
-        time.sleep(0.001)
-        echo(taken)
-
-    respond(slowly)
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    interrupted = 0
-    try:
-        for i in range(150):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0002 + (i % 40) * 0.0002)
-                result = client.submit_and_wait(f"prompt {i}", timeout=T_S)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                assert result.text == f"prompt {i}"
-            except Alarm:
-                interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    assert interrupted > 10
-    assert [client.submit_and_wait(f"after {i}", timeout=T_S).text for i in range(10)] == [f"after {i}" for i in range(10)]
-
-
-def test_connection_interrupted_between_send_and_read_is_closed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    client.redis.set("other", "not yours")
-    pool = client.redis.connection_pool
-    connection = pool.get_connection()
-    pool.release(connection)
-
-    can_read = connection.can_read
-
-    def interrupted(timeout: float = 0) -> bool:
-        if timeout:  # the wait for the reply, not the pool's look at an idle connection
-            raise KeyboardInterrupt
-        return bool(can_read())
-
-    monkeypatch.setattr(connection, "can_read", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        client.get("x1").status()
-    monkeypatch.undo()
-    assert not connection.is_connected
-    assert client.get("x1").status() == "unknown"
-
-
-FORKING = """
-import os, sys, threading
-from producer import Client
-client = Client(sys.argv[1], sys.argv[2])
-client.submit_and_wait("warm up", timeout=20)
-blocked = client.submit("held")
-waiting = threading.Thread(target=blocked.result, args=(20,))
-waiting.start()
-children = []
-for i in range(4):
-    pid = os.fork()
-    if pid == 0:
-        texts = [client.submit_and_wait(f"child {i} {j}", timeout=20).text for j in range(5)]
-        os._exit(0 if texts == [f"child {i} {j}" for j in range(5)] and client.get(blocked.id).status() == "running" else 1)
-    children.append(pid)
-texts = [client.submit_and_wait(f"parent {j}", timeout=20).text for j in range(5)]
-codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-client.submit_and_wait("release", timeout=20)
-waiting.join()
-assert texts == [f"parent {j}" for j in range(5)], texts
-assert codes == [0] * 4, codes
-assert blocked.result().text == "held"
-"""
-
-
-def test_client_serves_forked_children_and_their_parent(any_server: Server, queue: str, respond: Callable[..., Responder]) -> None:
-    held: list[Taken] = []
-
-    def script(taken: Taken) -> None:
-        if taken.request.prompt == "held":
-            held.append(taken)
-            return
-        if taken.request.prompt == "release":
-            echo(held.pop())
-        echo(taken)
-
-    respond(script)
-    subprocess.run([sys.executable, "-c", FORKING, any_server.url, queue], check=True, timeout=60)
-
-
-def test_connections_go_back_to_the_pool(client: Client, respond: Callable[..., Responder]) -> None:
-    respond()
-    for _ in range(20):
-        client.submit_and_wait("hi", timeout=T_S)
-    assert len(client.redis.connection_pool._available_connections) == 1
-    client.close()
-    assert client.submit_and_wait("again", timeout=T_S).text == "again"
-
-
-def test_repr_and_errors_hold_no_secret(queue: str) -> None:
-    client = Client("redis://user:secret@127.0.0.1:1/0?password=secret", queue, patience_s=0.05)
-    assert "secret" not in repr(client)
-    assert queue in repr(client.get("x1"))
-    with pytest.raises(HeadraceError) as raised:
-        client.submit("hi")
-    assert "secret" not in str(raised.value)
-
-
-def test_durable_needs_an_append_only_file(server_kind: str, queue: str) -> None:
-    with Server(server_kind) as server, Client(server.url, queue) as client:
-        with pytest.raises(InvalidRequest, match="durable"):
-            client.submit("hi", id="x1", durable=True)
-        assert client.get("x1").status() == "cancelled"
-
-
-def test_durable_request_is_on_disk(server_kind: str, queue: str) -> None:
-    if server_kind == "redis7":
-        pytest.skip("WAITAOF came with Redis 7.2")
-    with Server(server_kind, appendonly="yes", appendfsync="everysec") as server, Client(server.url, queue) as client:
-        handle = client.submit("hi", durable=True)
-        server.restart()
-        assert handle.status() == "queued"
-
-
-def test_redis_replies_are_bytes_whatever_the_url_says(any_server: Server, queue: str, respond: Callable[..., Responder]) -> None:
-    respond()
-    with Client(f"{any_server.url}?decode_responses=true&socket_timeout=1", queue) as client:
-        assert client.submit_and_wait("hi", timeout=T_S).text == "hi"
-        assert isinstance(client.redis, redis.Redis)
