@@ -23,8 +23,8 @@ demo: $(READY)  ## Embedded Valkey, a worker, a real model and blocking callers;
 test: $(READY)  ## Run the tests (each starts the servers it needs)
 	$(BIN)/pytest
 
-test-gpu: $(READY)  ## Run the tests that need a CUDA device
-	$(BIN)/pytest tests/gpu
+test-gpu:  ## Run the tests that need a CUDA device, by the Python that has torch for it (PYTHON=...); needs no network
+	$(PYTHON) -m pytest tests/gpu
 
 lint: $(READY)  ## ruff, formatting, mypy
 	$(BIN)/ruff check .

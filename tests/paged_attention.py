@@ -36,6 +36,45 @@ class Case:
         return next((i for i, count in enumerate(self.query_lens) if count != 1), len(self.query_lens))
 
 
+CASES = {
+    "decodes": Case(query_lens=(1, 1, 1), seq_lens=(5, 40, 17)),
+    "one token": Case(query_lens=(1,), seq_lens=(1,)),
+    "one chunk": Case(query_lens=(37,), seq_lens=(37,)),
+    "a chunk in the middle": Case(query_lens=(21,), seq_lens=(150,)),
+    "chunks of one token after a chunk": Case(query_lens=(1, 20, 1), seq_lens=(33, 20, 8)),
+    "mixed": Case(query_lens=(1, 1, 7, 70), seq_lens=(30, 64, 7, 90)),
+    "split decodes": Case(query_lens=(1, 1, 1), seq_lens=(1300, 3, 600)),
+    "split chunks": Case(query_lens=(1, 9, 30), seq_lens=(5, 1100, 1204), num_kv_heads=1, num_heads=2),
+    "multi head": Case(query_lens=(1, 18), seq_lens=(65, 18), num_heads=3, num_kv_heads=3),
+    "multi query": Case(query_lens=(1, 5), seq_lens=(65, 20), num_heads=71, num_kv_heads=1, head_dim=16, value_dim=16),
+    "groups of three": Case(query_lens=(1, 25), seq_lens=(65, 48), num_heads=9, num_kv_heads=3),
+    "head size 80": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=80, value_dim=80),
+    "head size 12": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=12, value_dim=12),
+    "head size 256": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=256, value_dim=256),
+    "narrower values": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=48, value_dim=24),
+    "wider values": Case(query_lens=(1, 18), seq_lens=(35, 50), head_dim=24, value_dim=40),
+    "blocks of 32": Case(query_lens=(1, 18), seq_lens=(35, 50), block_size=32),
+    "blocks of 48": Case(query_lens=(1, 18), seq_lens=(135, 100), block_size=48),
+    "window": Case(query_lens=(1, 1, 30), seq_lens=(100, 9, 90), window=20),
+    "window of one": Case(query_lens=(1, 9), seq_lens=(100, 9), window=1),
+    "window over splits": Case(query_lens=(1, 20), seq_lens=(1500, 1500), window=1100, num_kv_heads=1, num_heads=3),
+    "soft cap": Case(query_lens=(1, 30), seq_lens=(100, 90), softcap=0.7),
+    "sinks": Case(query_lens=(1, 30), seq_lens=(100, 90), sinks=True),
+    "sinks over splits": Case(query_lens=(1, 20), seq_lens=(700, 1100), num_kv_heads=1, num_heads=2, sinks=True),
+    "everything": Case(
+        query_lens=(1, 1, 3, 20),
+        seq_lens=(800, 20, 3, 1300),
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=40,
+        value_dim=72,
+        window=1100,
+        softcap=2.0,
+        sinks=True,
+    ),
+}
+
+
 @dataclass
 class Step:
     """The tensors of a case. Cache pages and slots that hold no key are NaN; the key of a token of this step is not yet in its slot."""

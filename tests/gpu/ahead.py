@@ -1,0 +1,44 @@
+"""The engine's loop that runs ahead, without its surroundings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.generation import Loop
+from worker.engine.model_loader import LoadedModel
+from worker.engine.request import RequestStatus
+from worker.engine.run_ahead import PendingStep
+
+
+class AheadLoop(Loop):
+    """As `Loop`, but each step is launched before the tokens of the one before are read."""
+
+    def __init__(self, loaded: LoadedModel, **settings: Any) -> None:
+        super().__init__(loaded, run_ahead=True, **settings)
+        self._pending: PendingStep | None = None
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            self._collect()
+            return
+        self.runner.copy_blocks(plan)
+        assert self.runner.ahead is not None
+        pending = self.runner.ahead.launch(plan)
+        self._collect()
+        self.scheduler.advance(plan)
+        pending.mark_unknown()
+        self._pending = pending
+
+    def _collect(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        for chunk, sampled in zip(pending.chunks, pending.result(), strict=True):
+            request = chunk.request
+            if sampled is None or request.status is RequestStatus.FINISHED:
+                continue
+            assert sampled.error_code is None
+            request.output_token_ids.append(sampled.token_id)
+            if len(request.output_token_ids) == request.max_tokens:
+                self.scheduler.finish(request)

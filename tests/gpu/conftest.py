@@ -1,0 +1,44 @@
+"""Tests that need a CUDA device: ``pytest tests/gpu``. Without one, each is skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+class _Log(logging.LoggerAdapter[logging.Logger]):
+    """Takes structlog's keyword arguments into the message."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        return f"{msg} {kwargs}", {}
+
+
+if importlib.util.find_spec("structlog") is None:  # the engine logs through it; a GPU machine may have torch and little else
+    structlog = ModuleType("structlog")
+    structlog.get_logger = lambda name: _Log(logging.getLogger(name), {})  # type: ignore[attr-defined]  # a stand-in
+    sys.modules["structlog"] = structlog
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def free_bytes() -> int:
+    """Memory of the device that nobody uses."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return free
