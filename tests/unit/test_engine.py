@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from producer.errors import BatchFailed, ContextLengthExceeded, InvalidRequest
+from producer.errors import BatchFailed, ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest
 from tests.tiny_engine import EOS, assert_idle, byte_tokenizer, loaded_model, request, run, tiny_engine
@@ -389,6 +390,11 @@ def test_an_error_in_generate_leaves_nothing_behind(poisoned: Any) -> None:
         engine.generate("x", max_tokens=10**6)
     assert not engine.has_work()
     assert_idle(engine)
+
+
+def test_a_model_without_a_fast_tokenizer_is_refused() -> None:
+    with pytest.raises(ModelUnavailable, match="tokenizer"):
+        tiny_engine(replace(loaded_model(), tokenizer=None))
 
 
 def test_what_the_engine_says_of_itself() -> None:

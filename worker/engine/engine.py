@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from producer.errors import ModelUnavailable
 from producer.keys import Tier
 from producer.sampling import SamplingParams
 from producer.wire import FinishReason, GenerateRequest, Result
@@ -70,7 +71,8 @@ class Engine:
         self.last_step: StepSample | None = None
         self._loaded = loaded or load_model(config)
         self._runner = ModelRunner(self._loaded, config)
-        self._runner.free_unused_weights()
+        if loaded is None:  # one that was given may serve others too
+            self._runner.free_unused_weights()
         if self._runner.eager_because is not None:
             log.warning("decode steps run without CUDA graphs", reason=self._runner.eager_because)
         self._scheduler = Scheduler(config, self._runner.num_blocks, self._runner.num_cpu_blocks, self._loaded.max_model_len)
@@ -323,6 +325,8 @@ def _unfinished(plan: StepPlan) -> StepPlan:
 
 
 def _make_inputs(loaded: LoadedModel, seed: int) -> InputProcessor:
+    if not getattr(loaded.tokenizer, "is_fast", False):
+        raise ModelUnavailable(f"model {loaded.name} has no tokenizer in Rust (tokenizer.json), which detokenising needs")
     limits = ModelLimits(max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids, seed=seed)
     grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids) if structured.is_available() else None
     return InputProcessor(loaded.tokenizer, limits, grammars)
