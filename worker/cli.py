@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from producer.errors import HeadraceError
+from worker.routing import Route
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -28,6 +29,18 @@ class ByteSize(click.ParamType[int]):
         if match is None:
             self.fail("a size is a number with a unit, such as 2GiB or 500MB", param, ctx)
         return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+class RouteType(click.ParamType[Route]):
+    """A rule of `worker.routing`: ``batch:source=nightly-*``."""
+
+    name = "ROUTE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Route:
+        try:
+            return value if isinstance(value, Route) else Route.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 def _options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
@@ -75,6 +88,7 @@ _worker_options = _options(
         "--checkpoint-seconds", "checkpoint_s", default=2.0, show_default=True, help="Seconds that a crash may cost such a request."
     ),
     click.option("--max-attempts", default=3, show_default=True, help="Deliveries after which a request is given up as POISONED."),
+    click.option("--route", "routes", multiple=True, type=RouteType(), help="Tier by labels: TIER:LABEL=PATTERN[,...]; repeatable."),
     click.option("--reply-ttl", "reply_ttl_s", default=3600.0, show_default=True, help="Seconds that a final reply can be read."),
     click.option("--state-ttl", "state_ttl_s", default=86400.0, show_default=True, help="Seconds that a finished request is known."),
 )

@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass, field
 
 from producer.keys import check_name
+from worker.routing import Route
 
 
 def default_name() -> str:
@@ -30,6 +31,7 @@ class WorkerConfig:
         max_attempts: deliveries after which a request that its workers do not survive is given up.
         reply_ttl_s: how long a final reply can be read.
         state_ttl_s: how long a finished request is known.
+        routes: rules that choose a request's tier by its labels; the first that matches wins.
         socket_timeout_s: Redis is taken for dead after so long a silence.
     """
 
@@ -43,6 +45,7 @@ class WorkerConfig:
     max_attempts: int = 3
     reply_ttl_s: float = 3600.0
     state_ttl_s: float = 86400.0
+    routes: tuple[Route, ...] = ()
     socket_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 from redis.exceptions import ResponseError
@@ -17,6 +18,7 @@ from producer.validate import fail
 from producer.wire import Chunk, GenerateRequest
 from worker.core import Core
 from worker.registry import ActiveRequest, Start
+from worker.routing import tier_of
 from worker.stream.consumer import Consumer, Entry
 from worker.stream.delivery import Delivery
 from worker.stream.ledger import Begun, Ledger
@@ -183,7 +185,7 @@ class Intake:
         wanted = decode_request(active.delivery.fields, active.delivery.tier)
         _check_supported(wanted)
         engine = self._loop.engine
-        request = engine.inputs.prepare(wanted)
+        request = engine.inputs.prepare(replace(wanted, tier=tier_of(wanted, self._config.routes)))
         transcript = Transcript(engine.make_detokenizer(request), logprobs=request.params.logprobs is not None)
         transcript.resume(chunks)
         request.output_token_ids = list(transcript.token_ids)

@@ -1,0 +1,41 @@
+"""Which tier a request runs in: that of its stream, unless a rule of the worker's says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from producer.keys import Tier, check_tier
+from producer.wire import GenerateRequest
+
+LABELS = ("source", "user", "task")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Requests whose labels all match go to ``tier``; a pattern is a shell's (``nightly-*``)."""
+
+    tier: Tier
+    patterns: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Route:
+        """Read ``TIER:LABEL=PATTERN[,LABEL=PATTERN...]``, for example ``batch:source=nightly-*,task=eval``.
+
+        Raises:
+            ValueError: it is not of that form.
+        """
+        tier, _, conditions = text.partition(":")
+        patterns = tuple((label, pattern) for label, _, pattern in (part.partition("=") for part in conditions.split(",")))
+        if not all(label in LABELS and pattern for label, pattern in patterns):
+            raise ValueError(f"a route is TIER:LABEL=PATTERN[,LABEL=PATTERN...] with labels of {', '.join(LABELS)}")
+        return cls(check_tier(tier), patterns)
+
+    def matches(self, wanted: GenerateRequest) -> bool:
+        return all(fnmatchcase(getattr(wanted, label), pattern) for label, pattern in self.patterns)
+
+
+def tier_of(wanted: GenerateRequest, routes: Sequence[Route]) -> Tier:
+    """The tier of the first route that matches, else the stream's."""
+    return next((route.tier for route in routes if route.matches(wanted)), wanted.tier)
