@@ -408,6 +408,15 @@ def test_room_lets_one_in_where_nothing_waits_and_a_slot_is_free() -> None:
     assert sim.scheduler.room("realtime") == 1
 
 
+def test_room_is_what_the_next_static_batch_lacks() -> None:
+    sim = Simulation(static(max_wait_ms=0.0), num_blocks=40)
+    sim.add(make_request(5, 4))
+    sim.step()
+    assert sim.scheduler.room("batch") == 4
+    sim.add(make_request(5, 4))
+    assert sim.scheduler.room("batch") == 3
+
+
 def test_waste_is_the_end_of_each_last_block() -> None:
     sim = Simulation(CONFIG, num_blocks=20)
     sim.add(make_request(5, 4), make_request(8, 4))

@@ -227,19 +227,18 @@ class Admission:
     def _fits_unpinned(self, request: Request, prefix: Prefix) -> bool:
         """Whether what a batch request needs now is there, and what it may come to need is not promised too often.
 
-        One that was preempted before enters only where nothing is promised twice: else it might run out again.
+        To one that was preempted before nothing is promised that another was: it might run out again.
         """
-        blocks = self._blocks
-        spare = blocks.num_spare - prefix.num_idle - (self._watermark if len(self._running) else 0)
-        rest = request.max_blocks - len(prefix.block_ids)
-        if request.num_preemptions:
-            return spare - blocks.num_outstanding >= rest
+        blocks, watermark = self._blocks, self._watermark if len(self._running) else 0
         capacity = self._num_blocks - blocks.num_committed
         if not self.realtime_is_quiet:
             capacity = min(capacity, self._shares.batch_blocks)
-        if blocks.num_promised + prefix.num_idle + rest > self._overcommit * capacity:
+        overcommit = 1.0 if request.num_preemptions else self._overcommit
+        rest = request.max_blocks - len(prefix.block_ids)
+        if blocks.num_promised + prefix.num_idle + rest + watermark > overcommit * capacity:
             return False
-        return spare >= blocks.blocks_for(request.num_tokens) - len(prefix.block_ids)
+        needed_now = blocks.blocks_for(request.num_tokens) - len(prefix.block_ids)
+        return blocks.num_spare - prefix.num_idle - watermark >= needed_now
 
     def _batch_slots(self) -> int:
         if self.realtime_is_quiet:

@@ -51,8 +51,7 @@ class BlockManager:
         self._forked: dict[Request, None] = {}  # waiting requests that hold blocks
 
     @property
-    def indexes(self) -> bool:
-        """Whether computed blocks are to be made known to the prefix index."""
+    def has_prefix_index(self) -> bool:
         return self._index is not None
 
     @property
@@ -70,11 +69,6 @@ class BlockManager:
         """Available blocks that no pinned request is going to take; may be negative."""
         return self.pool.num_available - self._outstanding[True]
 
-    @property
-    def num_outstanding(self) -> int:
-        """Blocks that running requests which are not pinned may still take."""
-        return self._outstanding[False]
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)
@@ -85,8 +79,7 @@ class BlockManager:
             return self._describe(request.block_ids, ROOT)
         if self._index is None:
             return Prefix([], ROOT, 0, 0)
-        limit = self._num_shareable(request)
-        contents = self._index.contents(request.tokens(0, limit * self.block_size))
+        contents = self._index.contents(request.tokens(0, self._num_shareable(request) * self.block_size))
         self._index.extend_keys(request.block_keys, contents[len(request.block_keys) :])
         block_ids: list[int] = []
         node = ROOT
@@ -104,7 +97,7 @@ class BlockManager:
             return False
         limit = self._num_shareable(request)
         if len(request.block_keys) < limit:
-            self.lookup(request)
+            self.lookup(request)  # extends them
         return not in_flight.isdisjoint(request.block_keys[:limit])
 
     def keys_completed_by(self, request: Request, end: int) -> list[bytes]:
@@ -135,7 +128,7 @@ class BlockManager:
 
     def missing(self, request: Request, end: int) -> int:
         """Blocks that the request lacks to be computed up to ``end``."""
-        return -(-end // self.block_size) - len(request.block_ids)
+        return self.blocks_for(end) - len(request.block_ids)
 
     def grow(self, request: Request, count: int) -> None:
         """Append ``count`` blocks to a table; that many must be available."""

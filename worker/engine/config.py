@@ -27,8 +27,10 @@ class EngineConfig:
         cpu_swap_blocks: blocks of CPU memory that preempted requests may be swapped to (0: recompute only).
         enable_prefix_caching: keep and share the blocks of full, equal prefixes.
         policy: ``continuous``, or ``static`` (fill a batch, run it to its end).
-        realtime_reserved: share of slots, blocks and tokens a step that the batch tier must leave, 0..1.
-        batch_floor: share of slots and tokens a step that the batch tier keeps while realtime is busy, 0..1.
+        realtime_reserved: share of slots, blocks and tokens a step that the batch tier must leave while realtime
+            requests wait or run, 0..1.
+        batch_floor: share of slots and tokens a step that the batch tier keeps all the same, and then one of its requests
+            keeps its blocks, too, 0..1; 0 lets realtime starve it.
         batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).
         source_weights: share of service of a ``source`` relative to the others of its tier; 1 where not named.
         max_wait_ms: with ``static``, how long a batch waits to fill.

@@ -14,6 +14,8 @@ from worker.engine.running import RunningSet
 class PreemptionCosts:
     """What it costs to lose a request's blocks; only the ratio counts, so an engine may inject what it measured.
 
+    That the prefix cache may still have some of the blocks when the request comes back is not counted on.
+
     Attributes:
         recompute_s_per_token: to prefill one token again. The default is a 0.1B model's on two CPU cores.
         swap_s_per_block: to copy one block of all layers one way. The default is 0.4 MB at 4 GB/s.

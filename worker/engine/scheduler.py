@@ -112,6 +112,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its first step. Raises `ContextLengthExceeded` where it can never fit."""
+        assert request.status is RequestStatus.WAITING
         self._check_fits(request)
         if not len(self._queues):
             self._filling_since_s = self._clock()
@@ -149,14 +150,14 @@ class Scheduler:
 
     def advance(self, plan: StepPlan) -> None:
         """The chunks of a plan, or of a part of one, were computed. Full blocks may from now on be shared."""
-        block_size, indexes, running = self._block_size, self._blocks.indexes, RequestStatus.RUNNING
+        block_size, caching, running = self._block_size, self._blocks.has_prefix_index, RequestStatus.RUNNING
         for request, start, num_tokens, last in plan.chunks:
             if request.status is not running:
                 continue
             request.num_computed_tokens = end = start + num_tokens
             if last and request.account is not None:
                 request.account.served += request.account.output_cost
-            if indexes and end // block_size > request.num_indexed_blocks:
+            if caching and end // block_size > request.num_indexed_blocks:
                 self._blocks.index_full_blocks(request)
 
     def finish(self, request: Request) -> None:
@@ -186,8 +187,10 @@ class Scheduler:
         """How many further requests of a tier are worth fetching now.
 
         Counts free slots and blocks as the tier may use them, and a few more that may wait, so that a slot which
-        becomes free is filled in the next step.
+        becomes free is filled in the next step. With the static policy, what the next batch lacks.
         """
+        if self.config.policy == "static":
+            return max(0, self.config.max_batch_size - len(self._queues))
         return self._admission.room(tier)
 
     def stats(self) -> SchedulerStats:
@@ -281,21 +284,21 @@ class Scheduler:
         Running prefills go on in order, then newcomers enter in theirs, as long as there is budget. Long ones (see
         `LONG_PREFILL_STEPS`) leave half of the budget to the others, if these want it, and take turns.
         """
-        end = step.budget - budget
+        others = step.budget - budget
         long = [request for request in prefills if self._is_long(request)]
         kept = budget // 2 if long else 0
         for request in prefills:
             if not self._is_long(request):
-                self._plan_chunk(step, request, step.budget - end - kept)
-        while step.budget - end > kept and (newcomer := admit(step)) is not None:
+                self._plan_chunk(step, request, step.budget - others - kept)
+        while step.budget - others > kept and (newcomer := admit(step)) is not None:
             if self._is_long(newcomer):
                 long.append(newcomer)
                 kept = budget // 2
             else:
-                self._plan_chunk(step, newcomer, step.budget - end - kept)
+                self._plan_chunk(step, newcomer, step.budget - others - kept)
         first = self._num_steps % len(long) if long else 0
         for request in long[first:] + long[:first]:
-            self._plan_chunk(step, request, step.budget - end)
+            self._plan_chunk(step, request, step.budget - others)
 
     def _is_long(self, request: Request) -> bool:
         return request.num_owed_tokens > LONG_PREFILL_STEPS * self.config.max_batch_tokens
