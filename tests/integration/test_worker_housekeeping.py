@@ -6,7 +6,7 @@ import redis
 
 from producer import Client
 from producer.connection import connect
-from producer.keys import Keys
+from producer.keys import GROUP, TIERS, Keys
 from tests.fakes import FakeEngine
 from tests.servers import Server
 from tests.workers import QueueView, eventually, worker_thread
@@ -25,6 +25,8 @@ def test_consumers_of_50_dead_workers_are_removed_but_for_those_that_still_hold_
         Consumer(client, keys, "first", 1.0).ensure_groups()
         handle = caller.submit("kept by a dead one", max_tokens=5)
         for i in range(50):
+            for tier in TIERS:  # before 7.2 a read that brings nothing makes no consumer
+                client.xgroup_createconsumer(keys.stream(tier), GROUP, f"dead-{i}")
             consumer = Consumer(client, keys, f"dead-{i}", 1.0)
             Heartbeat(client, keys, f"dead-{i}", 0.2).beat({"state": "running"})
             assert len(consumer.read({"realtime": 1, "batch": 1}, 1)) == (1 if i == 0 else 0)
