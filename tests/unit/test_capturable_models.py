@@ -1,4 +1,6 @@
-"""What a decode step does is allowed while a CUDA graph is captured: nothing in it asks the device for a value. Watched on the CPU."""
+"""Nothing in a decode step, nor in the launch of one ahead, asks the device for a value: the one could not be captured as a CUDA graph,
+the other would wait. Watched on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from producer.sampling import SamplingParams
+from tests.gpu.ahead import AheadLoop
 from tests.tiny_models import ARCHITECTURES, tiny_model
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.config import EngineConfig
 from worker.engine.model_loader import prepare_model
 from worker.engine.model_runner import ModelRunner
+from worker.engine.request import Request
 
 ROWS = 4
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount", "repeat_interleave"}
@@ -59,6 +64,26 @@ def test_a_decode_step_asks_the_device_for_nothing(architecture: str, monkeypatc
     token_ids = torch.zeros(1, ROWS, dtype=torch.int64)
     with torch.inference_mode(), Watch() as watch:
         runner._forward(token_ids, torch.zeros_like(token_ids), decodes(), torch.arange(ROWS))
+    assert not watch.waits
+
+
+def test_a_launch_asks_the_device_for_nothing() -> None:
+    loop = AheadLoop(prepare_model(tiny_model("llama"), None, "llama"), num_blocks=32, max_batch_size=4, max_batch_tokens=64)
+    settings = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 2.0, "top_k": 9, "min_p": 0.1},
+    ]
+    for i, params in enumerate(settings):
+        loop.scheduler.add(Request(f"r{i}", [1, 2, 3], SamplingParams(ignore_eos=True, **params), 20, seed=i))
+    for _ in range(3):
+        loop.step()
+    plan = loop.scheduler.schedule()
+    assert loop.runner.ahead is not None
+    with Watch() as watch:
+        loop.runner.ahead.launch(plan)
+    assert len(plan.chunks) == len(settings)
     assert not watch.waits
 
 
