@@ -45,6 +45,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 0.5},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "gpt_oss": {**_EXPERTS, **_ALTERNATING},
+    "deepseek_v3": {  # keys and values of different size
+        **_EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
 }
 
 

@@ -115,6 +115,14 @@ def test_attention_arguments_that_nobody_honours_are_refused(monkeypatch: pytest
         discover_layers(model, 512)
 
 
+def test_a_model_that_needs_more_than_tokens_and_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(model, "forward", lambda: None)
+    with pytest.raises(ModelUnavailable, match="does not run on token ids and positions alone"):
+        discover_layers(model, 512)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_attention_that_is_not_causal_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[3].self_attn.is_causal = False

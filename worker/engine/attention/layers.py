@@ -66,7 +66,13 @@ def discover_layers(model: Any, max_model_len: int) -> dict[nn.Module, Attention
     """
     watch = _Watch(model, max_model_len)
     AttentionMaskInterface.register(_MASKED, watch.mask)
-    _run(model, _MASKED, watch.attention, torch.arange(2), 1)
+    try:
+        _run(model, _MASKED, watch.attention, torch.arange(2), 1)
+    except (TypeError, ValueError) as error:
+        reason = f"it does not run on token ids and positions alone ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        raise _refusal(model, reason) from error
+    finally:
+        AttentionMaskInterface.register(_MASKED, _no_mask)
     if not watch.layers:
         raise _refusal(model, "it has no attention layer that goes through transformers' AttentionInterface")
     return watch.layers
@@ -95,10 +101,15 @@ def _run(model: Any, name: str, attention: Callable[..., Any], positions: Tensor
         model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     finally:
         model.set_attn_implementation(implementation)
+        AttentionInterface.register(name, _attend_to_nothing)  # what was registered may hold the model
 
 
 def _attend_to_nothing(_module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, _mask: Any, **_: Any) -> tuple[Tensor, None]:
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _no_mask(**_: Any) -> None:
+    return None
 
 
 class _Watch:
