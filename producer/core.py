@@ -14,7 +14,7 @@ from producer.connection import redact
 from producer.errors import HeadraceError, RedisUnavailable
 from producer.exchange import Call, Outage, Patience
 from producer.keys import Keys, check_name
-from producer.options import Wanted, build, build_many
+from producer.options import MAX_DEADLINE_S, Wanted, build, build_many
 from producer.wire import Chunk, Encoding, Result
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
@@ -153,5 +153,5 @@ class HandleCore:
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
-    """Return ``timeout_s`` if it is None or a finite number of seconds from 0, else raise `InvalidRequest`."""
-    return None if timeout_s is None else validate.number("timeout", timeout_s, 0.0)
+    """Return ``timeout_s`` if it is None or a number of seconds from 0 to `MAX_DEADLINE_S`, else raise `InvalidRequest`."""
+    return None if timeout_s is None else validate.number("timeout", timeout_s, 0.0, MAX_DEADLINE_S)
