@@ -19,6 +19,8 @@ from producer.cli.options import open_client, queue_options, redis_errors
 from producer.errors import RedisUnavailable
 from producer.status import QueueStatus, read_status
 
+PIPE_WIDTH = 200
+
 
 @click.command()
 @queue_options
@@ -35,10 +37,10 @@ def status(redis_url: str, queue: str, as_json: bool, watch: bool, interval: flo
 
         if not watch:
             _show(read(), as_json)
-        elif as_json or not Console().is_terminal:
+        elif as_json or not sys.stdout.isatty():
             _repeat(read, interval, lambda current: _show(current, as_json))
         else:
-            with Live(console=Console(), auto_refresh=False) as live:
+            with Live(console=_console(), auto_refresh=False) as live:
                 _repeat(read, interval, lambda current: live.update(render(current), refresh=True))
 
 
@@ -46,8 +48,13 @@ def _show(current: QueueStatus, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(current)))
     else:
-        Console().print(render(current))
+        _console().print(render(current))
     sys.stdout.flush()
+
+
+def _console() -> Console:
+    """As wide as the terminal; into a pipe wide enough for whole names."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def _repeat(read: Callable[[], QueueStatus], interval_s: float, show: Callable[[QueueStatus], None]) -> None:
