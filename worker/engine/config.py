@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Policy = Literal["continuous", "static"]
+Attention = Literal["auto", "torch", "flashinfer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class EngineConfig:
         batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).
         source_weights: share of service of a ``source`` relative to the others of its tier; 1 where not named.
         max_wait_ms: with ``static``, how long a batch waits to fill.
+        attention: ``auto`` takes the fastest kernels of ours for the device; ``torch``, the reference; ``flashinfer``, if installed.
         cuda_graphs: on CUDA, replay decode steps as captured graphs.
         run_ahead: launch a step before the tokens of the one before it were read; None: on CUDA.
         compile: fuse elementwise work through inductor where a compiler exists.
@@ -58,6 +60,7 @@ class EngineConfig:
     batch_overcommit: float = 1.5
     source_weights: Mapping[str, float] = field(default_factory=dict)
     max_wait_ms: float = 50.0
+    attention: Attention = "auto"
     cuda_graphs: bool = True
     run_ahead: bool | None = None
     compile: bool = False
