@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -22,9 +22,9 @@ log = structlog.get_logger("headrace.worker")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The engine would not take a request in."""
+    """The engine would not take requests in that share a reply."""
 
-    request: Request
+    requests: Sequence[Request]
     error: HeadraceError
 
 
@@ -57,7 +57,7 @@ class EngineLoop:
         self._engine: EngineLike | None = None
         self._ready = threading.Event()
         self._turned = threading.Condition()
-        self._inbox: list[Request | str] = []  # arrivals, and ids to abort, in the order they were given
+        self._inbox: list[Sequence[Request] | str] = []  # arrivals, and ids to abort, in the order they were given
         self._room: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -70,6 +70,11 @@ class EngineLoop:
     @property
     def ready(self) -> bool:
         return self._ready.is_set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread still runs, be it in a step or in loading a model."""
+        return self._thread.is_alive()
 
     @property
     def stalled(self) -> bool:
@@ -87,11 +92,12 @@ class EngineLoop:
             self._stopping = True
             self._turned.notify_all()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self.alive
 
-    def add(self, request: Request) -> None:
+    def add(self, requests: Sequence[Request]) -> None:
+        """Give the engine what one wire request became."""
         with self._turned:
-            self._inbox.append(request)
+            self._inbox.append(requests)
             self.progress.work_arrived()
             self._turned.notify_all()
 
@@ -103,7 +109,7 @@ class EngineLoop:
     def room(self) -> dict[Tier, int]:
         """How many further requests of each tier are worth fetching now."""
         with self._turned:
-            waiting = [item.tier for item in self._inbox if isinstance(item, Request)]
+            waiting = [request.tier for item in self._inbox if not isinstance(item, str) for request in item]
             return {tier: max(0, self._room[tier] - waiting.count(tier)) for tier in TIERS}
 
     def await_turn(self, timeout_s: float) -> None:
@@ -128,10 +134,10 @@ class EngineLoop:
 
     def _turn(self, engine: EngineLike) -> bool:
         for item in self._take(wait=not engine.has_work()):
-            if isinstance(item, Request):
-                self._add(engine, item)
-            else:
+            if isinstance(item, str):
                 engine.abort(item)
+            else:
+                self._add(engine, item)
         if self._stopping:
             return False
         if engine.has_work():
@@ -145,21 +151,21 @@ class EngineLoop:
         self._look(engine)
         return True
 
-    def _take(self, *, wait: bool) -> list[Request | str]:
+    def _take(self, *, wait: bool) -> list[Sequence[Request] | str]:
         with self._turned:
             if wait and not (self._inbox or self._stopping):
                 self._turned.wait(IDLE_S)
             taken, self._inbox = self._inbox, []
             for item in taken:  # until the engine has counted them itself
-                if isinstance(item, Request):
-                    self._room[item.tier] -= 1
+                if not isinstance(item, str):
+                    self._room[item[0].tier] -= len(item)
             return taken
 
-    def _add(self, engine: EngineLike, request: Request) -> None:
+    def _add(self, engine: EngineLike, requests: Sequence[Request]) -> None:
         try:
-            engine.add(request)
+            engine.add_all(requests)
         except HeadraceError as error:
-            self._emit(Refusal(request, error))
+            self._emit(Refusal(requests, error))
 
     def _look(self, engine: EngineLike) -> None:
         stats = engine.stats()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -57,7 +58,12 @@ def serve(
             signal.signal(number, _stopper(worker))
         if metrics_port is not None:
             stack.enter_context(health_pages(worker, metrics, port=metrics_port))
-        return worker.run()
+        exit_code = worker.run()
+    if worker.loop.alive:  # inside the model's code, where Python's orderly end would take the process down with a signal
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    return exit_code
 
 
 class StepLog:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -88,6 +89,7 @@ class Chaos:
                 callers_side,
                 num_workers=args.workers,
                 lease_s=args.lease,
+                pause_s=args.pause or (2.0 if args.engine == "fake" else 20.0),
                 chance=random.Random(args.seed),
             )
             started_s = time.monotonic()
@@ -191,6 +193,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lease", type=float, default=2.0)
     parser.add_argument("--max-tokens", type=int, default=60, help="of a request, at most")
+    parser.add_argument("--pause", type=float, help="seconds between two faults, at most [default: 2, with the model 20]")
     parser.add_argument("--step-ms", type=float, default=10.0, help="of the fake engine")
     parser.add_argument("--keep", type=Path, help="folder for the workers' logs and the trace [default: thrown away]")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -207,6 +210,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def main() -> int:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers and server go with us
     report = run(args)
     if args.json:
         print(json.dumps(asdict(report)))

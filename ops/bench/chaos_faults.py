@@ -70,6 +70,7 @@ class Faults:
     Args:
         workers_side, callers_side: the proxies that their connections go through.
         lease_s: of the workers, who are stopped for longer than that.
+        pause_s: the longest pause between two faults.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Faults:
         *,
         num_workers: int,
         lease_s: float,
+        pause_s: float,
         chance: random.Random,
     ) -> None:
         self.counts: Counter[str] = Counter()
@@ -89,6 +91,7 @@ class Faults:
         self._proxies = (workers_side, callers_side)
         self._num_workers = num_workers
         self._lease_s = lease_s
+        self._pause_s = pause_s
         self._chance = chance
         self._faults: tuple[Callable[[], None], ...] = (
             self.sigkill,
@@ -105,7 +108,7 @@ class Faults:
         """One fault after the other, now and then two at a time."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            time.sleep(self._chance.uniform(0.1, 2.0))
+            time.sleep(self._chance.uniform(0.05, 1.0) * self._pause_s)
             fault = self._chance.choice(self._faults)
             self.counts[fault.__name__] += 1
             fault()

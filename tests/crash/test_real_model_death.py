@@ -41,3 +41,12 @@ def test_greedy_and_seeded_text_is_that_of_an_undisturbed_run(server: Server, qu
         for handle, result in zip(handles, results, strict=True):
             assert "".join(chunk.text for chunk in client.get(handle.id).stream(timeout=10)) == result.text
         view.assert_clean()
+
+
+@pytest.mark.slow
+def test_worker_told_to_go_while_it_loads_its_model_ends_in_order(server: Server, queue: str, tmp_path: Path) -> None:
+    with server.client() as raw, worker(server, queue, tmp_path / "log") as loading:
+        view = QueueView(raw, queue)
+        eventually(lambda: "starting" in {said["state"] for said in view.workers().values()}, "starting", timeout_s=60)
+        assert loading.drain() == 0, (tmp_path / "log").read_text()
+        assert view.workers() == {}
