@@ -1,0 +1,228 @@
+"""Times paged attention on a CUDA device: ours, and beside it FlashInfer, FlashAttention and torch's SDPA where they are installed.
+
+    python ops/bench/gpu_attention.py [--shape llama-8b] [--sweep] [--json out.json]
+
+Times are medians over graph replays, with the L2 cache cleared between them: device time, without launches. The floor beside them is
+what moving the bytes and doing the operations takes at the rates of a copy and a matrix product on this device, measured first.
+SDPA gets keys and values already gathered, which a server would have to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from triton.testing import do_bench
+
+from tests.paged_attention import Case, Step, make_step
+from worker.engine.attention import flashinfer_backend, triton_backend
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "value_dim": 64},
+    "llama-8b": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128},
+    "gemma-9b": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "value_dim": 256},
+}
+BATCHES: dict[str, tuple[list[int], list[int]]] = {
+    "1 decode at 1k": ([1], [1024]),
+    "1 decode at 100k": ([1], [100_000]),
+    "16 decodes at 4k": ([1] * 16, [4096] * 16),
+    "100 decodes at 1k": ([1] * 100, [1024] * 100),
+    "99 decodes at 512, 1 at 64k": ([1] * 100, [512] * 99 + [65_536]),
+    "chunk of 512 at 512": ([512], [512]),
+    "chunk of 512 at 32k": ([512], [32_768]),
+    "8 chunks of 1k": ([1024] * 8, [1024] * 8),
+    "64 decodes at 1k, chunk of 448 at 2k": ([1] * 64 + [448], [1024] * 64 + [2048]),
+}
+LINE = "{:13} {:37} {:23} {:>9} {:>9} {:>9}"
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device does at best.
+
+    Attributes:
+        bytes_per_s: of a large copy, bytes read plus bytes written.
+        flops_per_s: of a large bfloat16 matrix product.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; ``floor_ms`` is the larger of the times for its bytes and its operations."""
+
+    shape: str
+    batch: str
+    provider: str
+    ms: float
+    floor_ms: float
+
+
+def main() -> None:
+    arguments = _parse()
+    torch.manual_seed(0)
+    ceilings = measure_ceilings()
+    name = torch.cuda.get_device_name()
+    print(f"{name}: copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, matrix product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s\n")
+    print(LINE.format("shape", "batch", "provider", "ms", "floor", "ms/floor"))
+    rows: list[Row] = []
+    for shape, batch in itertools.product(arguments.shape or SHAPES, BATCHES):
+        for row in measure(shape, batch, ceilings, sweep=arguments.sweep):
+            rows.append(row)
+            figures = f"{row.ms:.4f}", f"{row.floor_ms:.4f}", f"{row.ms / row.floor_ms:.2f}"
+            print(LINE.format(row.shape, row.batch, row.provider, *figures), flush=True)
+    if arguments.json:
+        found = {"device": name, "ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="only this one; may be repeated")
+    parser.add_argument("--sweep", action="store_true", help="time our kernels with other tiles, too")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+def measure_ceilings() -> Ceilings:
+    """Copy 4 GB; multiply 8192 x 8192 x 8192, on random numbers."""
+    source = torch.randint(255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_s = _median_ms(lambda: target.copy_(source)) / 1e3
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product_s = _median_ms(lambda: a @ b) / 1e3
+    return Ceilings(2 * source.numel() / copy_s, 2 * size**3 / product_s)
+
+
+def measure(shape: str, batch: str, ceilings: Ceilings, *, sweep: bool) -> Iterator[Row]:
+    """All providers on one batch."""
+    query_lens, seq_lens = BATCHES[batch]
+    case = Case(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens), **SHAPES[shape])
+    step = make_step(case, torch.bfloat16, "cuda")
+    triton_backend.attend(*step.arguments, **step.options)  # what the others read is in the cache from here on
+    floor_ms = 1e3 * _floor_s(case, ceilings)
+    for provider, run in _providers(step, sweep=sweep):
+        yield Row(shape, batch, provider, _median_ms(_captured(run)), floor_ms)
+
+
+def _floor_s(case: Case, ceilings: Ceilings) -> float:
+    width = case.head_dim + case.value_dim
+    keys_seen = sum(new * (length - new) + new * (new + 1) // 2 for new, length in zip(case.query_lens, case.seq_lens, strict=True))
+    num_bytes = 2 * width * (case.num_kv_heads * sum(case.seq_lens) + case.num_heads * case.num_tokens)
+    return max(num_bytes / ceilings.bytes_per_s, 2 * case.num_heads * width * keys_seen / ceilings.flops_per_s)
+
+
+def _providers(step: Step, *, sweep: bool) -> Iterator[tuple[str, Run]]:
+    query, key, value, k_cache, v_cache, meta = step.arguments
+    scale = step.options["scale"]
+    yield "ours", lambda: triton_backend.paged_attention(query, k_cache, v_cache, meta, scale=scale)
+    yield "ours, cache write alone", lambda: triton_backend.write_kv(key, value, k_cache, v_cache, meta.slot_mapping)
+    if sweep:
+        yield from _swept(lambda: triton_backend.paged_attention(query, k_cache, v_cache, meta, scale=scale))
+    if importlib.util.find_spec("flashinfer") is not None:
+        yield "flashinfer", _flashinfer(step)
+    if importlib.util.find_spec("flash_attn") is not None:
+        yield "flash-attn", _flash_attn(step)
+    if len({*zip(step.case.query_lens, step.case.seq_lens, strict=True)}) == 1:
+        yield "sdpa, gathered", _sdpa(step)
+
+
+def _swept(run: Run) -> Iterator[tuple[str, Run]]:
+    """Our kernels with other tiles than `choose_tiles` takes."""
+    chosen = triton_backend.choose_tiles
+    for rows, keys, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+
+        def other(*shape: Any, sizes: tuple[int, ...] = (rows, keys, warps, stages)) -> Any:
+            rows, keys, warps, stages = sizes
+            return replace(chosen(*shape), prefill_rows=max(rows, chosen(*shape).decode_rows), keys=keys, warps=warps, stages=stages)
+
+        triton_backend.choose_tiles = other  # type: ignore[assignment]  # for this measurement
+        triton_backend._shape_and_tiles.cache_clear()
+        try:
+            run()
+            yield f"rows {rows} keys {keys} w{warps} s{stages}", run
+        except Exception as error:
+            print(f"  rows {rows} keys {keys} w{warps} s{stages}: {type(error).__name__}")
+        finally:
+            triton_backend.choose_tiles = chosen
+            triton_backend._shape_and_tiles.cache_clear()
+
+
+def _flashinfer(step: Step) -> Run:
+    """FlashInfer's kernel, planned beforehand."""
+    backend = flashinfer_backend.FlashInferAttention(step.query.device)
+    backend(*step.arguments, **step.options)
+    (wrapper,) = backend._wrappers.values()
+    return lambda: wrapper.run(step.query, (step.k_cache, step.v_cache))
+
+
+def _flash_attn(step: Step) -> Run:
+    """FlashAttention over its own cache: pages of 256, heads last."""
+    from flash_attn import flash_attn_varlen_func
+
+    case, page = step.case, 256
+    counts = [-(-length // page) for length in case.seq_lens]
+    shape = (sum(counts), page, case.num_kv_heads)
+    keys = torch.randn(*shape, case.head_dim, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(*shape, case.value_dim, device="cuda", dtype=torch.bfloat16)
+    ids = iter(torch.randperm(sum(counts)).tolist())
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        table[row, :count] = torch.tensor([next(ids) for _ in range(count)])
+    table = table.cuda()
+    key_starts = torch.nn.functional.pad(step.meta.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    options = {"softmax_scale": step.options["scale"], "causal": True, "block_table": table}
+    longest = step.meta.max_query_len, step.meta.max_seq_len
+    return lambda: flash_attn_varlen_func(step.query, keys, values, step.meta.query_start_loc, key_starts, *longest, **options)
+
+
+def _sdpa(step: Step) -> Run:
+    """torch's attention over dense keys of equal length; causal from the end."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    case = step.case
+    count, new, length = len(case.seq_lens), case.query_lens[0], case.seq_lens[0]
+    query = step.query.view(count, new, case.num_heads, case.head_dim).transpose(1, 2)
+    key = torch.randn(count, case.num_kv_heads, length, case.head_dim, device="cuda", dtype=torch.bfloat16)
+    value = torch.randn(count, case.num_kv_heads, length, case.value_dim, device="cuda", dtype=torch.bfloat16)
+    mask = None if new == 1 else causal_lower_right(new, length)
+    group = case.num_heads // case.num_kv_heads
+    if mask is not None:  # the bias's kernels know no groups
+        key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attention(query, key, value, attn_mask=mask, scale=step.options["scale"], enable_gqa=mask is None)
+
+
+def _captured(run: Run) -> Run:
+    """The same work as a graph's replay."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _median_ms(run: Run) -> float:
+    return float(do_bench(run, warmup=50, rep=200, return_mode="median"))
+
+
+if __name__ == "__main__":
+    main()
