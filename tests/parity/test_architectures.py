@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from producer.keys import Tier
+from producer.sampling import SamplingParams
 from tests.generation import Expected, Loop, generate, greedy_request
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from worker.engine.attention import torch_backend
 from worker.engine.model_loader import LoadedModel, prepare_model
+from worker.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -26,16 +29,22 @@ class Case:
     prompts: list[list[int]]
     expected: list[Expected]
 
-    def check(self, loop: Loop, tier: Tier = "realtime") -> None:
-        """Run the prompts; all output agrees but for what follows a rare near tie."""
+    def check(self, loop: Loop, tier: Tier = "realtime", neighbours: Sequence[Request] = ()) -> None:
+        """Run the prompts, with others; all their output agrees but for what follows a rare near tie."""
         requests = [greedy_request(i, prompt, MAX_TOKENS, tier) for i, prompt in enumerate(self.prompts)]
-        loop.run(requests)
+        loop.run([*neighbours, *requests])
         agreed = sum(e.agreement(r.output_token_ids) for e, r in zip(self.expected, requests, strict=True))
         assert agreed > 0.95 * MAX_TOKENS * len(requests)
 
 
-PROMPT_LENGTHS = (1, 2, 7, 8, 9, 16, 33, 90)
-MAX_TOKENS = 20
+PROMPT_LENGTHS = (1, 7, 8, 9, 33, 90)
+MAX_TOKENS = 14
+WILD = [
+    SamplingParams(temperature=1.5, top_p=0.8, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=0.7, top_k=5, repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=3.0, min_p=0.05, presence_penalty=2.0, logprobs=3, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=0.0, logit_bias={7: 100.0}, max_tokens=MAX_TOKENS),
+]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -63,6 +72,20 @@ def test_a_pool_so_small_that_requests_are_preempted(case: Case, cpu_swap_blocks
     case.check(loop, "batch")
     stats = loop.scheduler.stats()
     assert (stats.swap_preemptions if cpu_swap_blocks else stats.recompute_preemptions) > 0
+
+
+def test_prefixes_shared_cold_and_warm_among_wild_neighbours_of_the_other_tier(case: Case) -> None:
+    loop = Loop(case.loaded, random.Random(2), num_blocks=64, max_batch_size=10, max_batch_tokens=60)
+    longest = case.prompts[-1]
+    for _ in range(2):
+        wild = [
+            Request(f"wild-{i}", longest[: 20 * i + 1], params, MAX_TOKENS, seed=i, tier="batch", arrival=i)
+            for i, params in enumerate(WILD)
+        ]
+        case.check(loop, neighbours=wild)
+        assert all(len(request.output_token_ids) == MAX_TOKENS for request in wild)
+    stats = loop.scheduler.stats()
+    assert stats.prefix_hits > 0.2 * stats.prefix_queries
 
 
 def test_the_reference_backend(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
