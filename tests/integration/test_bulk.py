@@ -25,6 +25,7 @@ from producer.errors import BatchFailed, Cancelled, InvalidRequest, UnknownReque
 from producer.keys import Keys
 from tests.responder import Responder, Taken, echo
 from tests.servers import Server
+from worker.embedded import EmbeddedQueue
 
 HEADRACE = [sys.executable, "-c", "from producer.cli import main; main()"]
 DEADLINE_S = 60.0
@@ -434,3 +435,27 @@ def test_rqs_own_tools_show_and_work_off_bulk_jobs(own_server: Server, connectio
     with Responder(own_server.url, "default").running():
         subprocess.run(worker, env=environment, capture_output=True, check=True, timeout=DEADLINE_S)
     assert [record["text"] for record in records(spec.output)] == ["a"]
+
+
+def test_real_worker_answers_a_file_of_chats_beside_a_realtime_caller(real_queue: EmbeddedQueue, tmp_path: Path) -> None:
+    lines = [
+        {
+            "custom_id": f"c{i}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "any", "messages": [{"role": "user", "content": f"Say {i}."}], "max_tokens": 4, "temperature": 0},
+        }
+        for i in range(12)
+    ]
+    spec = make_spec(tmp_path, lines)
+    environment = os.environ | {"HEADRACE_REDIS": real_queue.url}
+    with bulk_jobs.rq_connection(real_queue.url) as connection, real_queue.client() as client:
+        bulk_jobs.submit(connection, spec)
+        worker = subprocess.Popen([*HEADRACE, "bulk", "worker", "--burst"], env=environment, stderr=subprocess.DEVNULL)
+        answer = client.submit_and_wait("The capital of France is", max_tokens=4, temperature=0, timeout=240)
+        assert worker.wait(240) == 0
+    assert "Paris" in answer.text
+    said = records(spec.output)
+    assert [record["custom_id"] for record in said] == [f"c{i}" for i in range(12)]
+    assert all(record["response"]["body"]["usage"]["completion_tokens"] in range(1, 5) for record in said)
+    assert all(record["response"]["body"]["choices"][0]["message"]["content"] for record in said)

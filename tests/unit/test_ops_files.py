@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,14 @@ def test_dockerfile_has_both_devices_and_runs_as_nobody_special() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
         assert all(f"!{name}" in ignored for name in source.split())
+
+
+def test_package_carries_every_file_that_the_code_reads() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    carried = [*settings["package-data"]["*"], "*.py"]
+    files = [path for folder in ("producer", "worker") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    ours = [path for path in files if "__pycache__" not in path.parts]
+    assert [path for path in ours if not any(path.match(pattern) for pattern in carried)] == []
 
 
 def test_hadolint_accepts_the_dockerfile() -> None:
