@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from producer.errors import ModelUnavailable
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.config import EngineConfig
+from worker.engine.native import memory
 from worker.engine.request import StepPlan
 
 _CPU_DEFAULT_BYTES = 1 << 30
@@ -88,17 +91,38 @@ def choose_num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: in
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Of the device's memory, what nobody uses."""
+    """Of the device's memory, what nobody uses; on a CPU what the kernel can give away, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_available_bytes(), _left_in_container_bytes())
+
+
+def _available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _left_in_container_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """What a limit of control groups (version 2) leaves; files that can be read again do not count as used."""
+    try:
+        limit, current = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:  # no such limit here
+        return sys.maxsize
+    return sys.maxsize if limit == "max" else max(0, int(limit) - int(current) + int(statistics["inactive_file"]))
 
 
 def _allocate(
     layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
     def zeros(layer: AttentionLayer, dim: int) -> Tensor:
-        return torch.zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype, device=device, pin_memory=pinned)
+        shape = (num_blocks, layer.num_kv_heads, block_size, dim)
+        if device.type == "cpu" and not pinned:
+            return memory.zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
     return [(zeros(layer, layer.head_dim), zeros(layer, layer.value_dim)) for layer in layers]
 

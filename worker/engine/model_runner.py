@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
 
-from worker.engine.attention import cpu_backend, torch_backend
+from producer.errors import ModelUnavailable
+from worker.engine.attention import cpu_backend, flashinfer_backend, torch_backend
 from worker.engine.attention.interface import AttentionBackend, PagedContext, paged_context
 from worker.engine.attention.layers import AttentionLayer, discover_layers, step_memory_bytes
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.config import EngineConfig
+from worker.engine.config import Attention, EngineConfig
 from worker.engine.cuda_graphs import DecodeGraphs
+from worker.engine.fused.decoder import FusedDecoder, fuse
 from worker.engine.input_batch import InputBatch, StepInputs
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes
 from worker.engine.model_loader import LoadedModel
@@ -23,12 +26,14 @@ from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler
 from worker.engine.step_results import WantedRows
 
+log = structlog.get_logger("headrace.engine")
+
 
 class ForwardOutput(NamedTuple):
     """What the model computed.
 
     Attributes:
-        logits: ``[rows, vocab]`` of the rows that were asked for.
+        logits: ``[rows, vocab]`` of the rows that were asked for; may lie in a buffer that the next forward overwrites.
         hidden: ``[T, hidden_size]``, all rows, after the final norm.
     """
 
@@ -41,7 +46,6 @@ class ModelRunner:
 
     Attributes:
         ahead: launches steps whose tokens are read later; None where `run` alone is used.
-        eager_because: why decode steps are not replayed as CUDA graphs though they should; None where they are, or need not.
 
     Raises:
         ModelUnavailable: the model's attention would be computed wrongly, or there is no memory for the cache.
@@ -58,12 +62,14 @@ class ModelRunner:
         self.num_cpu_blocks = config.cpu_swap_blocks
         self.cache = KVCache(self.layers, self.num_blocks, config.block_size, loaded.dtype, loaded.device, config.cpu_swap_blocks)
         self._caches = dict(zip(modules, self.cache.layers, strict=True))
-        self._backend = choose_backend(loaded, self.layers, config.block_size)
+        self._backend = choose_backend(loaded, self.layers, config.block_size, config.attention)
         self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
         self._inputs = self._make_inputs(config)
         self._sampler = Sampler()
         self._graphs: DecodeGraphs | None = None
-        self.eager_because: str | None = None
+        self._fused: FusedDecoder | None = None
+        if isinstance(self._backend, cpu_backend.CpuAttention):
+            self._fused = fuse(loaded.model, loaded.config, self.layers, self.cache.layers, loaded.max_model_len)
         self._probe(config)
         self._capture(config)
         runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
@@ -79,16 +85,18 @@ class ModelRunner:
         )
 
     def _capture(self, config: EngineConfig) -> None:
-        """Capture decode steps, if the backend may be captured; a model that may not runs without."""
-        if not config.cuda_graphs or self._loaded.device.type != "cuda" or self._backend is torch_backend.attend:
+        """Capture decode steps, if the backend may be captured, and check what they compute; a model that cannot be runs without."""
+        waits = self._backend is torch_backend.attend or isinstance(self._backend, flashinfer_backend.FlashInferAttention)
+        if not config.cuda_graphs or self._loaded.device.type != "cuda" or waits:
             return
         graphs = DecodeGraphs(self._forward, config.max_batch_size, self._max_blocks, config.block_size, self._loaded.device)
         try:
             graphs.capture_all()
-        except RuntimeError as error:
-            self.eager_because = f"{type(error).__name__}: {error}"
-        else:
             self._graphs = graphs
+            self._check_numbers(config)
+        except (RuntimeError, ModelUnavailable) as error:
+            log.warning("decode steps run without CUDA graphs", error=type(error).__name__, reason=str(error)[:500])
+            self._graphs = None
 
     def _choose_num_blocks(self, config: EngineConfig) -> int:
         device, max_model_len = self._loaded.device, self._loaded.max_model_len
@@ -98,11 +106,36 @@ class ModelRunner:
         bytes_per_block = block_bytes(self.layers, config.block_size, self._loaded.dtype)
         return choose_num_blocks(config, bytes_per_block, free_memory_bytes(device) - step_bytes, device, max_model_len)
 
+    def free_unused_weights(self) -> None:
+        """Free those weights of the model's own modules that steps do not read; no other runner may be made of the model after it."""
+        if self._fused is not None:
+            self._fused.release()
+
     def _probe(self, config: EngineConfig) -> None:
+        if self._fused is not None:
+            try:
+                self._check_numbers(config)
+            except ModelUnavailable as error:
+                log.error("the fused decoder computes something else than the model: the model's own modules serve", reason=str(error))
+                self._fused = None
+            else:
+                return
+        try:
+            self._check_numbers(config)
+        except Exception as error:
+            if self._loaded.device.type == "cpu" or self._backend is torch_backend.attend:
+                raise
+            log.error(
+                "the attention kernels fail on this device: the reference serves", error=type(error).__name__, reason=str(error)[:500]
+            )
+            self._backend = torch_backend.attend
+            self._check_numbers(config)
+
+    def _check_numbers(self, config: EngineConfig) -> None:
         num_blocks = min(self.num_blocks, 64)
         check_numbers(
             self._model,
-            self._logits,
+            lambda inputs, rows: self._logits(inputs, rows).clone(),
             self.layers,
             block_size=config.block_size,
             num_blocks=num_blocks,
@@ -135,6 +168,8 @@ class ModelRunner:
             input_ids: ``[1, T]``; positions ``[1, T]``.
             logits_rows: ``[rows]``, the tokens whose logits are wanted.
         """
+        if self._fused is not None:
+            return ForwardOutput(*self._fused(input_ids[0], positions[0], meta, logits_rows))
         if self._graphs is not None and (replayed := self._graphs.run(input_ids, positions, meta)) is not None:
             logits, hidden = replayed
             return ForwardOutput(logits[logits_rows], hidden)
@@ -154,14 +189,25 @@ class ModelRunner:
         self._hidden = output.last_hidden_state[0]
 
 
-def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], block_size: int) -> AttentionBackend:
-    """The fastest attention backend that serves every layer."""
-    if loaded.device.type == "cpu" and all(
-        cpu_backend.supports(loaded.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size) for layer in layers
-    ):
+def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], block_size: int, wanted: Attention = "auto") -> AttentionBackend:
+    """The attention backend that is wanted; by default the fastest of ours that serves every layer.
+
+    Raises:
+        ModelUnavailable: it is not installed, or does not serve the model.
+    """
+    device = loaded.device
+    if wanted == "flashinfer":
+        if not flashinfer_backend.supports(layers, loaded.dtype, device):
+            raise ModelUnavailable("attention: flashinfer is not installed, or has no kernels for this model and device")
+        return flashinfer_backend.FlashInferAttention(device)
+    if wanted == "auto" and device.type == "cpu" and _cpu_kernels_serve(layers, loaded.dtype, block_size):
         return cpu_backend.CpuAttention()
-    if loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from worker.engine.attention import triton_backend  # with a torch for CUDA, but not with every torch
+    if wanted == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from worker.engine.attention import triton_backend  # comes with a torch for CUDA, but not with every torch
 
         return triton_backend.attend
     return torch_backend.attend
+
+
+def _cpu_kernels_serve(layers: list[AttentionLayer], dtype: torch.dtype, block_size: int) -> bool:
+    return all(cpu_backend.supports(dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size) for layer in layers)

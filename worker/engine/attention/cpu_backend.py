@@ -12,7 +12,8 @@ import ctypes
 import torch
 
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.native.library import DTYPE_CODES, GROUP, BatchStruct, LayerStruct, aligned_bytes, kernels
+from worker.engine.native import memory
+from worker.engine.native.library import DTYPE_CODES, GROUP, BatchStruct, LayerStruct, kernels
 
 
 def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
@@ -67,7 +68,7 @@ class CpuAttention:
     def _workspace_for(self, layer: LayerStruct, batch: BatchStruct, threads: int) -> int:
         size = self._lib.headrace_workspace_bytes(ctypes.byref(layer), batch.num_seqs, batch.num_tokens, threads)
         if size > self._workspace.numel():
-            self._workspace = aligned_bytes(size)
+            self._workspace = memory.zeros((size,), torch.uint8)
         return self._workspace.data_ptr()
 
 

@@ -1,9 +1,8 @@
 /* The AMX tile unit, where the compiler was told of it (AMX-BF16).
  *
- * One configuration serves every kernel here: tiles 0-3 accumulate 16 x 16 floats; 4 and 5 hold a 16 x 32
- * operand and its 32 x 16 counterpart of bfloat16; 6 and 7 the same, 16 deep (a group of 16 tokens, or the
- * rest of a depth that is no multiple of 32). The second operand is pair-interleaved: row i has elements
- * 2i and 2i+1 of each column beside each other.
+ * Tiles 0-3 accumulate 16 x 16 floats. A product of depth 32 takes a 16 x 32 first operand of bfloat16 and a second one
+ * that is pair-interleaved: its row i has elements 2i and 2i+1 of each of 16 columns beside each other. Each kernel
+ * configures the tiles as it enters.
  *
  * The statements are inline assembly with a memory clobber: GCC 12's own intrinsics may be moved across
  * the stores that prepare a tile.
@@ -22,16 +21,8 @@ struct tile_config {
     uint8_t rows[16];
 };
 
-static inline void amx_begin(void) {
-    static const struct tile_config config = {
-        .palette = 1,
-        .bytes_per_row = {64, 64, 64, 64, 64, 64, 32, 64},
-        .rows = {16, 16, 16, 16, 16, 16, 16, 8},
-    };
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
-}
-
-static inline void amx_end(void) { __asm__ volatile("tilerelease"); }
+#define AMX_BEGIN(config) __asm__ volatile("ldtilecfg %0" : : "m"(config))
+#define AMX_END() __asm__ volatile("tilerelease")
 
 /* Strides are in bytes. */
 #define TILE_LOAD(t, p, stride) \
@@ -44,8 +35,8 @@ static inline void amx_end(void) { __asm__ volatile("tilerelease"); }
 
 #else
 #define HAVE_AMX 0
-static inline void amx_begin(void) {}
-static inline void amx_end(void) {}
+#define AMX_BEGIN(config)
+#define AMX_END()
 #endif
 
 #endif

@@ -1,13 +1,8 @@
 /* What Python calls: each function opens one parallel region over the process's OpenMP threads. */
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_num_threads(void) { return 1; }
-static int omp_get_thread_num(void) { return 0; }
-#endif
 
 #include "amx.h"
 #include "attention.h"
+#include "decoder.h"
 
 /* Which kernels were built. */
 const char *headrace_isa(void) {
@@ -31,16 +26,27 @@ void headrace_attend(const struct attn_layer *layer, const struct attn_batch *ba
     struct team team;
     struct attn_plan plan;
     team_init(&team, num_threads);
-    attn_plan(layer, batch, num_threads, workspace, &plan);
 #pragma omp parallel num_threads(num_threads)
     {
         int tid = omp_get_thread_num();
 #pragma omp single
-        team.size = omp_get_num_threads(); /* the runtime may give fewer than asked */
-        amx_begin();
-        attn_write(layer, batch, key, key_stride, value, value_stride, tid, team.size);
+        {
+            team.size = omp_get_num_threads(); /* the runtime may give fewer than asked */
+            attn_plan(layer, batch, team.size, workspace, &plan);
+        }
+        int begin = team_share(&team, tid, batch->num_tokens, 1), end = team_share(&team, tid + 1, batch->num_tokens, 1);
+        attn_write(layer, batch, key, key_stride, value, value_stride, begin, end);
         team_barrier(&team);
         attn_run(layer, batch, &plan, query, query_stride, out, out_stride, &team, tid);
-        amx_end();
     }
+}
+
+int64_t headrace_decoder_workspace_bytes(const struct decoder *decoder, int32_t num_seqs, int32_t num_tokens, int32_t num_logits,
+                                         int32_t num_threads) {
+    return decoder_workspace_bytes(decoder, num_seqs, num_tokens, num_logits, num_threads);
+}
+
+/* A whole step of a decoder. */
+void headrace_decoder_step(const struct decoder *decoder, const struct step *step, int32_t num_threads, void *workspace) {
+    decoder_step(decoder, step, num_threads, workspace);
 }

@@ -2,25 +2,38 @@
  * long sequences split over threads and merged (Flash-Decoding, 2023), blocks found through tables
  * (Kwon et al., PagedAttention, 2023). Scores are kept in units of log2, so that 2**x serves.
  */
-#include "attention.h"
-
-#include "amx.h"
 #include "attention_kernels.h"
+
+#define SPAN_GROUPS (SPAN / GROUP)
 
 struct row_state { float max, sum; };
 
 struct attn_scratch {
     struct row_state rows[MAX_ROWS];
-    const void *keys[SPAN / GROUP + LOOKAHEAD], *values[SPAN / GROUP + LOOKAHEAD];
+    const char *blocks[2][SPAN_GROUPS]; /* keys and values of the span's groups, of the item's first KV head */
+    const void *groups[SPAN_GROUPS + GROUPS_AT_ONCE]; /* the same of one KV head */
     _Alignas(CACHE_LINE) float scores[MAX_ROWS * SPAN];
     _Alignas(CACHE_LINE) float weights[MAX_ROWS * SPAN]; /* of the cache's dtype, so half as many bytes in bfloat16 */
     /* then: query rows, output rows, one group of values */
 };
 
-static int size_of(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+/* What one thread needs while it computes one item. */
+struct attn_tile {
+    const struct attn_layer *layer;
+    const struct attn_batch *batch;
+    const struct attn_item *item;
+    struct attn_shape shape;
+    int size, group, num_rows;         /* bytes of an element; heads that share a KV head; rows of the tile */
+    int first_query, first_position;   /* of the sequence's rows in this step */
+    int64_t key_bytes, value_bytes;    /* from a KV head's part of a block to the next one's */
+    struct attn_scratch *scratch;
+    char *query, *tail;                /* query rows; the last group of values, cleaned */
+    float *out;
+};
+
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
-static int64_t align(int64_t bytes) { return ROUND_UP(bytes, (int64_t)CACHE_LINE); }
+static int size_of(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
 
 static struct attn_shape shape_of(const struct attn_layer *layer) {
     return (struct attn_shape){
@@ -29,141 +42,93 @@ static struct attn_shape shape_of(const struct attn_layer *layer) {
     };
 }
 
-static int64_t query_tile_bytes(const struct attn_shape *s) { return align((int64_t)MAX_ROWS * s->q_stride * size_of(s->dtype)); }
-static int64_t output_tile_bytes(const struct attn_shape *s) { return align((int64_t)MAX_ROWS * s->o_stride * sizeof(float)); }
+static int64_t query_tile_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_ROWS * s->q_stride * size_of(s->dtype)); }
+static int64_t output_tile_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_ROWS * s->o_stride * sizeof(float)); }
 
-static int64_t scratch_bytes(const struct attn_shape *s) {
-    return align(sizeof(struct attn_scratch)) + query_tile_bytes(s) + output_tile_bytes(s) + align((int64_t)GROUP * s->v_dim * size_of(s->dtype));
+int64_t attn_scratch_bytes(const struct attn_layer *layer) {
+    struct attn_shape s = shape_of(layer);
+    return attn_align(sizeof(struct attn_scratch)) + query_tile_bytes(&s) + output_tile_bytes(&s) +
+           attn_align((int64_t)GROUP * s.v_dim * size_of(s.dtype));
 }
 
-/* ---- the plan: which rows against which keys ---- */
+/* ---- rows ---- */
 
-/* Splitting makes at most this many more parts than there are row tiles: a part that is split off has a fair share of the work. */
-static int max_split_parts(int num_threads) { return 8 * num_threads; }
+/* Where a row of the tile comes from: a query of the step, and a head. */
+struct source { int64_t query; int head; };
 
-static int64_t max_items(const struct attn_layer *layer, int32_t num_seqs, int32_t num_tokens, int num_threads) {
-    int64_t rows = (int64_t)num_tokens * (layer->num_heads / layer->num_kv_heads);
-    return rows / MAX_ROWS + num_seqs + 2 * max_split_parts(num_threads);
-}
-
-int64_t attn_workspace_bytes(const struct attn_layer *layer, int32_t num_seqs, int32_t num_tokens, int32_t num_threads) {
-    struct attn_shape shape = shape_of(layer);
-    int64_t parts = 2 * max_split_parts(num_threads);
-    return align(max_items(layer, num_seqs, num_tokens, num_threads) * (int64_t)sizeof(struct attn_item)) +
-           align(parts * layer->num_kv_heads * (int64_t)sizeof(atomic_int)) +
-           align(parts * layer->num_kv_heads * MAX_ROWS * (layer->v_dim + 2) * (int64_t)sizeof(float)) + num_threads * scratch_bytes(&shape);
-}
-
-/* The keys that a tile of rows can see. */
-static void set_kv_range(const struct attn_layer *layer, const struct attn_batch *batch, struct attn_item *item) {
-    int group = layer->num_heads / layer->num_kv_heads;
-    int num_queries = batch->query_start[item->seq + 1] - batch->query_start[item->seq];
-    int first = batch->seq_lens[item->seq] - num_queries;
-    item->kv_end = first + (item->row + item->num_rows - 1) / group + 1;
-    int begin = layer->window > 0 ? max_int(0, first + item->row / group - layer->window + 1) : 0;
-    item->kv_begin = begin / GROUP * GROUP;
-}
-
-/* Appends the item, in parts of about `target` keys if it is longer. */
-static void append_item(struct attn_plan *plan, struct attn_item item, int target, int max_parts) {
-    int length = item.kv_end - item.kv_begin, end = item.kv_end;
-    int parts = min_int((length + target - 1) / target, max_parts - plan->num_parts);
-    item.num_parts = max_int(parts, 1);
-    int step = ROUND_UP((length + item.num_parts - 1) / item.num_parts, GROUP);
-    item.num_parts = max_int((length + step - 1) / step, 1);
-    item.split = plan->num_splits;
-    item.first_partial = plan->num_parts;
-    for (item.part = 0; item.part < item.num_parts; item.part++) {
-        item.kv_end = min_int(item.kv_begin + step, end);
-        plan->items[plan->num_items++] = item;
-        item.kv_begin = item.kv_end;
-    }
-    if (item.num_parts > 1) {
-        plan->num_splits++;
-        plan->num_parts += item.num_parts;
-    }
-}
-
-static int64_t total_keys(const struct attn_layer *layer, const struct attn_batch *batch) {
-    int group = layer->num_heads / layer->num_kv_heads;
-    int64_t total = 0;
-    for (int i = 0; i < batch->num_seqs; i++) {
-        int64_t rows = (int64_t)(batch->query_start[i + 1] - batch->query_start[i]) * group;
-        total += (rows + MAX_ROWS - 1) / MAX_ROWS * batch->seq_lens[i];
-    }
-    return total * layer->num_kv_heads;
-}
-
-static void make_items(const struct attn_layer *layer, const struct attn_batch *batch, int num_threads, struct attn_plan *plan) {
-    int group = layer->num_heads / layer->num_kv_heads;
-    int64_t share = total_keys(layer, batch) / (4 * num_threads);
-    int target = share > INT32_MAX / 2 ? INT32_MAX / 2 : max_int((int)share, MIN_SPLIT);
-    int max_parts = num_threads > 1 ? 2 * max_split_parts(num_threads) : 0;
-    plan->num_items = plan->num_parts = plan->num_splits = 0;
-    for (int seq = batch->num_seqs - 1; seq >= 0; seq--) { /* chunks come last in a batch: start with the long work */
-        int rows = (batch->query_start[seq + 1] - batch->query_start[seq]) * group;
-        for (int row = ROUND_UP(rows, MAX_ROWS) - MAX_ROWS; row >= 0; row -= MAX_ROWS) {
-            struct attn_item item = {.seq = seq, .row = row, .num_rows = min_int(rows - row, MAX_ROWS)};
-            set_kv_range(layer, batch, &item);
-            append_item(plan, item, target, max_parts);
-        }
-    }
-}
-
-void attn_plan(const struct attn_layer *layer, const struct attn_batch *batch, int num_threads, char *workspace, struct attn_plan *plan) {
-    struct attn_shape shape = shape_of(layer);
-    plan->items = (struct attn_item *)workspace;
-    workspace += align(max_items(layer, batch->num_seqs, batch->num_tokens, num_threads) * (int64_t)sizeof(struct attn_item));
-    make_items(layer, batch, num_threads, plan);
-    plan->unfinished = (atomic_int *)workspace;
-    for (int i = 0; i < plan->num_items; i++)
-        if (plan->items[i].num_parts > 1)
-            for (int h = 0; h < layer->num_kv_heads; h++)
-                atomic_init(&plan->unfinished[plan->items[i].split * layer->num_kv_heads + h], plan->items[i].num_parts);
-    workspace += align((int64_t)plan->num_splits * layer->num_kv_heads * (int64_t)sizeof(atomic_int));
-    plan->partial = (float *)workspace;
-    workspace += align((int64_t)plan->num_parts * layer->num_kv_heads * MAX_ROWS * (layer->v_dim + 2) * (int64_t)sizeof(float));
-    plan->scratch = workspace;
-    plan->scratch_bytes = scratch_bytes(&shape);
-}
-
-/* ---- one item ---- */
-
-/* What one thread needs while it computes one (item, KV head). */
-struct attn_tile {
-    const struct attn_layer *layer;
-    const struct attn_batch *batch;
-    const struct attn_item *item;
-    struct attn_shape shape;
-    int kv_head, group, first_query, first_position; /* of the sequence's rows in this step */
-    struct attn_scratch *scratch;
-    char *query, *tail; /* query rows; the last group of values, cleaned */
-    float *out;
-};
-
-static const char *group_at(const struct attn_tile *t, const void *cache, int dim, int token) {
-    const struct attn_layer *layer = t->layer;
-    int64_t block = t->batch->block_tables[t->item->seq * t->batch->table_stride + token / layer->block_size];
-    int64_t row = (block * layer->num_kv_heads + t->kv_head) * layer->block_size + token % layer->block_size;
-    return (const char *)cache + row * dim * size_of(layer->dtype);
+static struct source source_of(const struct attn_tile *t, int row) {
+    int kv_head = t->item->kv_head + row / t->item->num_rows, index = t->item->row + row % t->item->num_rows;
+    return (struct source){t->first_query + index / t->group, kv_head * t->group + index % t->group};
 }
 
 static void load_query(const struct attn_tile *t, const void *query, int64_t query_stride) {
-    int size = size_of(t->layer->dtype), dim = t->layer->head_dim;
-    size_t bytes = (size_t)(dim * size), row_bytes = (size_t)(t->shape.q_stride * size);
-    for (int r = 0; r < t->item->num_rows; r++) {
-        int row = t->item->row + r;
-        int64_t from = (t->first_query + row / t->group) * query_stride + (int64_t)(t->kv_head * t->group + row % t->group) * dim;
+    size_t bytes = (size_t)(t->layer->head_dim * t->size), row_bytes = (size_t)(t->shape.q_stride * t->size);
+    for (int r = 0; r < t->num_rows; r++) {
+        struct source from = source_of(t, r);
         char *to = t->query + (size_t)r * row_bytes;
-        memcpy(to, (const char *)query + from * size, bytes);
-        memset(to + bytes, 0, row_bytes - bytes);
+        memcpy(to, (const char *)query + (from.query * query_stride + (int64_t)from.head * t->layer->head_dim) * t->size, bytes);
+        if (row_bytes > bytes) memset(to + bytes, 0, row_bytes - bytes);
     }
+}
+
+static void begin_rows(const struct attn_tile *t) {
+    memset(t->out, 0, (size_t)(t->num_rows * t->shape.o_stride) * sizeof(float));
+    for (int r = 0; r < t->num_rows; r++) {
+        t->scratch->rows[r] = (struct row_state){-INFINITY, 0};
+        if (t->layer->sinks && t->item->part == 0)
+            t->scratch->rows[r] = (struct row_state){t->layer->sinks[source_of(t, r).head] * LOG2E, 1};
+    }
+}
+
+static void store_row(const struct attn_tile *t, int row, const float *o, float sum, void *out, int64_t out_stride) {
+    int v_dim = t->layer->v_dim, d = 0;
+    struct source to_row = source_of(t, row);
+    int64_t at = to_row.query * out_stride + (int64_t)to_row.head * v_dim;
+    float inverse = 1.0f / sum;
+    if (t->layer->dtype == DTYPE_F32) {
+        for (float *to = (float *)out + at; d < v_dim; d++) to[d] = o[d] * inverse;
+        return;
+    }
+    bf16 *to = (bf16 *)out + at;
+    for (; d + LANES <= v_dim; d += LANES) v_store_bf16(to + d, v_load(o + d) * inverse);
+    for (; d < v_dim; d++) to[d] = bf16_of_f32(o[d] * inverse);
+}
+
+/* ---- keys and values ---- */
+
+/* Finds the groups of [begin, end) through the block table, and asks for the first of them. */
+static int find_groups(const struct attn_tile *t, int begin, int end) {
+    const struct attn_layer *layer = t->layer;
+    const int32_t *table = t->batch->block_tables + t->item->seq * t->batch->table_stride;
+    int num_groups = (end - begin + GROUP - 1) / GROUP, block_size = layer->block_size;
+    for (int g = 0; g < num_groups; g++) {
+        int token = begin + g * GROUP, block = token / block_size;
+        int64_t row = ((int64_t)table[block] * layer->num_kv_heads + t->item->kv_head) * block_size + (token - block * block_size);
+        t->scratch->blocks[0][g] = (const char *)layer->k_cache + row * layer->head_dim * t->size;
+        t->scratch->blocks[1][g] = (const char *)layer->v_cache + row * layer->v_dim * t->size;
+    }
+    return num_groups;
+}
+
+/* Pointers to groups [first, last) of one KV head of the item; which: 0 keys, 1 values. The last one is repeated a few times. */
+static const void *const *groups_of(const struct attn_tile *t, int which, int head, int first, int last) {
+    int64_t offset = head * (which ? t->value_bytes : t->key_bytes);
+    int padded = first + ROUND_UP(last - first, GROUPS_AT_ONCE);
+    for (int g = first; g < padded; g++) t->scratch->groups[g - first] = t->scratch->blocks[which][min_int(g, last - 1)] + offset;
+    return t->scratch->groups;
+}
+
+static void prefetch_groups(const struct attn_tile *t, int which, int first, int last) {
+    int64_t stride = which ? t->value_bytes : t->key_bytes;
+    int bytes = GROUP * (which ? t->layer->v_dim : t->layer->head_dim) * t->size;
+    for (int g = first; g < last; g++)
+        for (int h = 0; h < t->item->num_kv_heads; h++) attn_prefetch(t->scratch->blocks[which][g] + h * stride, bytes);
 }
 
 /* A copy of a group of values with tokens from `valid` on set to zero: what lies there may be anything, NaN too. */
 static const void *clean_tail(const struct attn_tile *t, const void *group, int valid) {
     int v_dim = t->layer->v_dim;
-    memcpy(t->tail, group, (size_t)(GROUP * v_dim * size_of(t->layer->dtype)));
+    memcpy(t->tail, group, (size_t)(GROUP * v_dim * t->size));
     if (t->layer->dtype == DTYPE_F32) {
         memset(t->tail + (int64_t)valid * v_dim * 4, 0, (size_t)((GROUP - valid) * v_dim * 4));
         return t->tail;
@@ -176,34 +141,25 @@ static const void *clean_tail(const struct attn_tile *t, const void *group, int 
     return t->tail;
 }
 
-/* Pointers to the groups of [begin, end) and a few after them. */
-static void find_groups(const struct attn_tile *t, int begin, int end) {
-    int last = (t->item->kv_end - 1) / GROUP * GROUP;
-    int n = (end - begin + GROUP - 1) / GROUP;
-    for (int g = 0; g < n + LOOKAHEAD; g++) {
-        int token = min_int(begin + g * GROUP, last);
-        t->scratch->keys[g] = group_at(t, t->layer->k_cache, t->layer->head_dim, token);
-        t->scratch->values[g] = group_at(t, t->layer->v_cache, t->layer->v_dim, token);
-    }
-    if (end == t->item->kv_end && end % GROUP) t->scratch->values[n - 1] = clean_tail(t, t->scratch->values[n - 1], end % GROUP);
-}
+/* ---- one span ---- */
 
 static void store_weights(const struct attn_tile *t, int index, v16f w) {
     if (t->layer->dtype == DTYPE_F32) v_store(t->scratch->weights + index, w);
     else v_store_bf16((bf16 *)t->scratch->weights + index, w);
 }
 
-/* Scaled, capped and masked scores of columns [lo, hi) of a row, in place; returns their maximum. */
-static float finish_scores(const struct attn_layer *layer, float *s, int lo, int hi) {
+/* Caps the scores of columns [lo, hi), in place, and hides those outside of it in the vectors at its ends. */
+static void mask_scores(const struct attn_layer *layer, float *s, int lo, int hi) {
+    if (layer->softcap > 0)
+        for (int j = lo / LANES * LANES; j < hi; j += LANES)
+            v_store(s + j, layer->softcap * v_tanh(v_load(s + j) * (layer->scale / layer->softcap)));
+    for (int j = lo / LANES * LANES; j < hi; j = j == (hi - 1) / LANES * LANES ? hi : (hi - 1) / LANES * LANES)
+        v_store(s + j, v_select((v_iota + j >= lo) & (v_iota + j < hi), v_load(s + j), v_set(-INFINITY)));
+}
+
+static float max_score(const float *s, int lo, int hi) {
     v16f max = v_set(-INFINITY);
-    for (int j = lo / LANES * LANES; j < hi; j += LANES) {
-        v16f x = v_load(s + j);
-        if (layer->softcap > 0) x = layer->softcap * LOG2E * v_tanh(x * (layer->scale / layer->softcap));
-        else x = x * (layer->scale * LOG2E);
-        if (j < lo || j + LANES > hi) x = v_select((v_iota + j >= lo) & (v_iota + j < hi), x, v_set(-INFINITY));
-        v_store(s + j, x);
-        max = v_max(x, max);
-    }
+    for (int j = lo / LANES * LANES; j < hi; j += LANES) max = v_max(v_load(s + j), max);
     return v_hmax(max);
 }
 
@@ -211,71 +167,72 @@ static float finish_scores(const struct attn_layer *layer, float *s, int lo, int
 static void softmax_row(const struct attn_tile *t, int row, int lo, int hi, int width) {
     struct row_state *state = &t->scratch->rows[row];
     float *s = t->scratch->scores + row * SPAN, *o = t->out + row * t->shape.o_stride;
-    if (lo >= hi) {
-        for (int j = 0; j < width; j += LANES) store_weights(t, row * SPAN + j, v_set(0));
-        return;
-    }
-    float max = finish_scores(t->layer, s, lo, hi);
-    if (max > state->max) {
-        float shrink = v_exp2(v_set(state->max - max))[0];
-        state->sum *= shrink;
-        for (int d = 0; d < t->shape.o_stride; d += LANES) v_store(o + d, v_load(o + d) * shrink);
-        state->max = max;
+    float factor = LOG2E * (t->layer->softcap > 0 ? 1 : t->layer->scale);
+    int first = lo / LANES * LANES, j = 0;
+    if (lo < hi) {
+        mask_scores(t->layer, s, lo, hi);
+        float max = max_score(s, lo, hi) * factor;
+        if (max > state->max && state->sum > 0) {
+            float shrink = v_exp2(v_set(state->max - max))[0];
+            state->sum *= shrink;
+            for (int d = 0; d < t->shape.o_stride; d += LANES) v_store(o + d, v_load(o + d) * shrink);
+        }
+        state->max = max > state->max ? max : state->max;
+    } else {
+        first = width;
     }
     v16f sum = {0};
-    for (int j = 0; j < width; j += LANES) {
-        v16f w = {0};
-        if (j + LANES > lo && j < hi) w = v_exp2(v_load(s + j) - state->max);
+    for (; j < first; j += LANES) store_weights(t, row * SPAN + j, v_set(0));
+    for (; j < hi; j += LANES) {
+        v16f w = v_exp2(v_load(s + j) * factor - state->max);
         store_weights(t, row * SPAN + j, w);
         sum += w;
     }
+    for (; j < width; j += LANES) store_weights(t, row * SPAN + j, v_set(0));
     state->sum += v_sum(sum);
 }
 
-static void begin_rows(const struct attn_tile *t) {
-    memset(t->out, 0, (size_t)(t->item->num_rows * t->shape.o_stride) * sizeof(float));
-    for (int r = 0; r < t->item->num_rows; r++) {
-        struct row_state state = {-INFINITY, 0};
-        if (t->layer->sinks && t->item->part == 0)
-            state = (struct row_state){t->layer->sinks[t->kv_head * t->group + (t->item->row + r) % t->group] * LOG2E, 1};
-        t->scratch->rows[r] = state;
+static void score_span(const struct attn_tile *t, int num_groups) {
+    int num_rows = t->item->num_rows, row_bytes = t->shape.q_stride * t->size;
+    for (int g = 0; g < num_groups; g += GROUPS_AT_ONCE) {
+        int last = min_int(g + GROUPS_AT_ONCE, num_groups);
+        prefetch_groups(t, 0, last, min_int(last + GROUPS_AT_ONCE, num_groups));
+        prefetch_groups(t, 1, g, last);
+        for (int h = 0; h < t->item->num_kv_heads; h++)
+            attn_scores(&t->shape, t->query + (int64_t)h * num_rows * row_bytes, num_rows, groups_of(t, 0, h, g, last),
+                        t->scratch->scores + h * num_rows * SPAN + g * GROUP);
+    }
+}
+
+static void weigh_values(const struct attn_tile *t, int num_groups, int valid) {
+    int num_rows = t->item->num_rows;
+    for (int h = 0; h < t->item->num_kv_heads; h++) {
+        const void *const *groups = groups_of(t, 1, h, 0, num_groups);
+        if (valid < GROUP) t->scratch->groups[num_groups - 1] = clean_tail(t, groups[num_groups - 1], valid);
+        attn_values(&t->shape, (const char *)t->scratch->weights + (int64_t)h * num_rows * SPAN * t->size, num_rows, groups, num_groups,
+                    t->out + h * num_rows * t->shape.o_stride);
     }
 }
 
 static void attend_span(const struct attn_tile *t, int begin, int end) {
-    int width = ROUND_UP(end - begin, GROUP), window = t->layer->window;
-    find_groups(t, begin, end);
-    attn_scores(&t->shape, t->query, t->item->num_rows, t->scratch->keys, width / GROUP, t->scratch->scores);
-    for (int r = 0; r < t->item->num_rows; r++) {
-        int position = t->first_position + (t->item->row + r) / t->group;
+    int num_groups = find_groups(t, begin, end), window = t->layer->window;
+    score_span(t, num_groups);
+    for (int r = 0; r < t->num_rows; r++) {
+        int position = t->first_position + (t->item->row + r % t->item->num_rows) / t->group;
         int lo = window > 0 ? max_int(position - window + 1 - begin, 0) : 0;
-        softmax_row(t, r, lo, min_int(position + 1, end) - begin, width);
+        softmax_row(t, r, lo, min_int(position + 1, end) - begin, num_groups * GROUP);
     }
-    attn_values(&t->shape, t->scratch->weights, t->item->num_rows, t->scratch->values, width / GROUP, t->out);
+    weigh_values(t, num_groups, end - begin - (num_groups - 1) * GROUP);
 }
 
-/* ---- results ---- */
-
-static void store_row(const struct attn_tile *t, int row, const float *o, float sum, void *out, int64_t out_stride) {
-    int v_dim = t->layer->v_dim, index = t->item->row + row, d = 0;
-    int64_t at = (t->first_query + index / t->group) * out_stride + (int64_t)(t->kv_head * t->group + index % t->group) * v_dim;
-    float inverse = 1.0f / sum;
-    if (t->layer->dtype == DTYPE_F32) {
-        for (float *to = (float *)out + at; d < v_dim; d++) to[d] = o[d] * inverse;
-        return;
-    }
-    bf16 *to = (bf16 *)out + at;
-    for (; d + LANES <= v_dim; d += LANES) v_store_bf16(to + d, v_load(o + d) * inverse);
-    for (; d < v_dim; d++) to[d] = bf16_of_f32(o[d] * inverse);
-}
+/* ---- split ranges ---- */
 
 static float *partial_row(const struct attn_tile *t, const struct attn_plan *plan, int part, int row) {
-    int64_t index = (int64_t)(t->item->first_partial + part) * t->layer->num_kv_heads + t->kv_head;
-    return plan->partial + (index * MAX_ROWS + row) * (t->layer->v_dim + 2);
+    return plan->partial + ((int64_t)(t->item->first_partial + part) * MAX_ROWS + row) * (t->layer->v_dim + 2);
 }
 
 static void keep_partial(const struct attn_tile *t, const struct attn_plan *plan) {
-    for (int r = 0; r < t->item->num_rows; r++) {
+    for (int r = 0; r < t->num_rows; r++) {
         float *p = partial_row(t, plan, t->item->part, r);
         p[0] = t->scratch->rows[r].max;
         p[1] = t->scratch->rows[r].sum;
@@ -286,7 +243,7 @@ static void keep_partial(const struct attn_tile *t, const struct attn_plan *plan
 /* Whoever finishes the last part of a split range merges them all. */
 static void merge_parts(const struct attn_tile *t, const struct attn_plan *plan, void *out, int64_t out_stride) {
     int v_dim = t->layer->v_dim;
-    for (int r = 0; r < t->item->num_rows; r++) {
+    for (int r = 0; r < t->num_rows; r++) {
         float max = -INFINITY, sum = 0, *merged = t->out;
         for (int i = 0; i < t->item->num_parts; i++) max = fmaxf(max, partial_row(t, plan, i, r)[0]);
         memset(merged, 0, (size_t)v_dim * sizeof *merged);
@@ -303,34 +260,46 @@ static void merge_parts(const struct attn_tile *t, const struct attn_plan *plan,
 
 static void finish_rows(const struct attn_tile *t, const struct attn_plan *plan, void *out, int64_t out_stride) {
     if (t->item->num_parts == 1) {
-        for (int r = 0; r < t->item->num_rows; r++)
-            store_row(t, r, t->out + r * t->shape.o_stride, t->scratch->rows[r].sum, out, out_stride);
+        for (int r = 0; r < t->num_rows; r++) store_row(t, r, t->out + r * t->shape.o_stride, t->scratch->rows[r].sum, out, out_stride);
         return;
     }
     keep_partial(t, plan);
-    atomic_int *unfinished = &plan->unfinished[t->item->split * t->layer->num_kv_heads + t->kv_head];
+    atomic_int *unfinished = &plan->unfinished[t->item->split];
     if (atomic_fetch_sub_explicit(unfinished, 1, memory_order_acq_rel) > 1) return;
     merge_parts(t, plan, out, out_stride);
     atomic_store_explicit(unfinished, t->item->num_parts, memory_order_relaxed); /* ready for the next layer */
 }
 
-void attn_run(const struct attn_layer *layer, const struct attn_batch *batch, const struct attn_plan *plan, const void *query,
-              int64_t query_stride, void *out, int64_t out_stride, struct team *team, int tid) {
-    struct attn_tile t = {.layer = layer, .batch = batch, .shape = shape_of(layer), .group = layer->num_heads / layer->num_kv_heads};
+/* ---- all items ---- */
+
+static struct attn_tile tile_of(const struct attn_layer *layer, const struct attn_batch *batch, const struct attn_plan *plan, int tid) {
     char *scratch = plan->scratch + tid * plan->scratch_bytes;
-    t.scratch = (struct attn_scratch *)scratch;
-    t.query = scratch + align(sizeof *t.scratch);
+    struct attn_tile t = {.layer = layer, .batch = batch, .shape = shape_of(layer), .size = size_of(layer->dtype),
+                          .group = layer->num_heads / layer->num_kv_heads, .scratch = (struct attn_scratch *)scratch};
+    t.key_bytes = (int64_t)layer->block_size * layer->head_dim * t.size;
+    t.value_bytes = (int64_t)layer->block_size * layer->v_dim * t.size;
+    t.query = scratch + attn_align(sizeof *t.scratch);
     t.out = (float *)(t.query + query_tile_bytes(&t.shape));
     t.tail = (char *)t.out + output_tile_bytes(&t.shape);
-    for (int i; (i = team_take(team)) < plan->num_items * layer->num_kv_heads;) {
-        t.item = &plan->items[i / layer->num_kv_heads];
-        t.kv_head = i % layer->num_kv_heads;
-        t.first_query = batch->query_start[t.item->seq];
-        t.first_position = batch->seq_lens[t.item->seq] - (batch->query_start[t.item->seq + 1] - t.first_query);
+    return t;
+}
+
+void attn_run(const struct attn_layer *layer, const struct attn_batch *batch, const struct attn_plan *plan, const void *query,
+              int64_t query_stride, void *out, int64_t out_stride, struct team *team, int tid) {
+    struct attn_tile t = tile_of(layer, batch, plan, tid);
+    int prepared = 0;
+    for (int i; (i = team_take(team)) < plan->num_items;) {
+        const struct attn_item *item = t.item = &plan->items[i];
+        t.num_rows = item->num_rows * item->num_kv_heads;
+        t.first_query = batch->query_start[item->seq];
+        t.first_position = attn_first_position(batch, item->seq);
+        if (prepared != item->num_rows) attn_prepare(prepared = item->num_rows);
         load_query(&t, query, query_stride);
         begin_rows(&t);
-        for (int begin = t.item->kv_begin; begin < t.item->kv_end; begin += SPAN)
-            attend_span(&t, begin, min_int(begin + SPAN, t.item->kv_end));
+        int first = attn_first_group(layer, t.first_position + item->row / t.group); /* the plan's layer may see further */
+        for (int begin = max_int(item->kv_begin, first); begin < item->kv_end; begin += SPAN)
+            attend_span(&t, begin, min_int(begin + SPAN, item->kv_end));
         finish_rows(&t, plan, out, out_stride);
     }
+    if (prepared) attn_finish();
 }

@@ -15,7 +15,7 @@
 #include "vec.h"
 
 #define GROUP 16          /* tokens in a group */
-#define MAX_ROWS 32       /* query rows (query x head of the KV head's group) computed together */
+#define MAX_ROWS 32       /* rows of a tile: (query, head) pairs computed together */
 #define SPAN 256          /* tokens whose scores are held at once */
 #define MIN_SPLIT 512     /* a sequence is split over threads only into parts at least this long */
 
@@ -41,9 +41,11 @@ struct attn_batch {
     int32_t num_seqs, num_tokens;
 };
 
-/* Rows of one sequence against a range of its keys, for each KV head. */
+/* Rows of one sequence, for some of its KV heads, against a range of its keys. A row is a (query, head of the KV head's group),
+ * heads fastest; a tile holds the rows of the first KV head, then those of the second, and so on. */
 struct attn_item {
-    int32_t seq, row, num_rows;     /* rows count (query, head of the group), heads fastest */
+    int32_t seq, row, num_rows;     /* num_rows for each KV head */
+    int32_t kv_head, num_kv_heads;
     int32_t kv_begin, kv_end;
     int32_t part, num_parts;        /* of a range that is split: which, and of how many (1: not split) */
     int32_t split, first_partial;   /* of a split range: its number, and where its partial results begin */
@@ -52,8 +54,8 @@ struct attn_item {
 struct attn_plan {
     struct attn_item *items;
     int32_t num_items, num_parts, num_splits;
-    float *partial;         /* [num_parts][num_kv_heads][MAX_ROWS][v_dim + 2] */
-    atomic_int *unfinished; /* [num_splits][num_kv_heads] */
+    float *partial;         /* [num_parts][MAX_ROWS][v_dim + 2] */
+    atomic_int *unfinished; /* [num_splits] */
     char *scratch;          /* one piece a thread */
     int64_t scratch_bytes;
 };
@@ -61,12 +63,13 @@ struct attn_plan {
 /* Bytes of workspace for any step of at most that many sequences and tokens. */
 int64_t attn_workspace_bytes(const struct attn_layer *layer, int32_t num_seqs, int32_t num_tokens, int32_t num_threads);
 
-/* Lays the plan of a step out in `workspace` (64-byte aligned). Run by one thread. */
+/* Lays the plan of a step out in `workspace` (64-byte aligned). Run by one thread. It serves all layers of the same shape
+ * whose window is no wider than this one's. */
 void attn_plan(const struct attn_layer *layer, const struct attn_batch *batch, int num_threads, char *workspace, struct attn_plan *plan);
 
-/* Phase: keys and values of this step's tokens into the cache. Rows lie `stride` elements apart. */
+/* Keys and values of this step's tokens [begin, end) into the cache. Rows lie `stride` elements apart. */
 void attn_write(const struct attn_layer *layer, const struct attn_batch *batch, const void *key, int64_t key_stride, const void *value,
-                int64_t value_stride, int tid, int num_threads);
+                int64_t value_stride, int begin, int end);
 
 /* Phase: attention over what the cache holds; out [num_tokens][num_heads][v_dim]. Needs a barrier before and after. */
 void attn_run(const struct attn_layer *layer, const struct attn_batch *batch, const struct attn_plan *plan, const void *query,

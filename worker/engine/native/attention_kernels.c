@@ -8,10 +8,6 @@
 #define HAVE_AVX512_BF16 0
 #endif
 
-static inline void prefetch(const void *p, int bytes) {
-    for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 3);
-}
-
 static inline v16f even_of_pairs(const bf16 *p) {
     v16u u;
     memcpy(&u, p, sizeof u);
@@ -27,11 +23,9 @@ static inline v16f odd_of_pairs(const bf16 *p) {
 /* ---- plain vectors: any dims, bfloat16 and float32 ---- */
 
 #if !HAVE_AVX512_BF16
-static void scores_bf16(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, int num_groups,
-                        float *scores) {
-    for (int g = 0; g < num_groups; g++) {
+static void scores_bf16(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, float *scores) {
+    for (int g = 0; g < GROUPS_AT_ONCE; g++) {
         const bf16 *k = groups[g];
-        prefetch(groups[g + LOOKAHEAD], shape->dim * GROUP * (int)sizeof *k);
         for (int r = 0; r < num_rows; r++) {
             const bf16 *q = query + r * shape->q_stride;
             v16f even = {0}, odd = {0};
@@ -45,11 +39,9 @@ static void scores_bf16(const struct attn_shape *shape, const bf16 *query, int n
 }
 #endif
 
-static void scores_f32(const struct attn_shape *shape, const float *query, int num_rows, const void *const *groups, int num_groups,
-                       float *scores) {
-    for (int g = 0; g < num_groups; g++) {
+static void scores_f32(const struct attn_shape *shape, const float *query, int num_rows, const void *const *groups, float *scores) {
+    for (int g = 0; g < GROUPS_AT_ONCE; g++) {
         const float *k = groups[g];
-        prefetch(groups[g + LOOKAHEAD], shape->dim * GROUP * (int)sizeof *k);
         for (int r = 0; r < num_rows; r++) {
             const float *q = query + r * shape->q_stride;
             v16f sum = {0};
@@ -109,12 +101,9 @@ static inline __m512bh pair_of(const bf16 *p) {
 
 static inline __m512bh pairs_at(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-static void scores_avx512(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, int num_groups,
-                          float *scores) {
-    for (int g = 0; g < num_groups; g += 2) {
+static void scores_avx512(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, float *scores) {
+    for (int g = 0; g < GROUPS_AT_ONCE; g += 2) {
         const bf16 *k0 = groups[g], *k1 = groups[g + 1];
-        prefetch(groups[g + LOOKAHEAD], shape->dim * GROUP * (int)sizeof *k0);
-        prefetch(groups[g + LOOKAHEAD - 1], shape->dim * GROUP * (int)sizeof *k0);
         for (int r0 = 0; r0 < num_rows; r0 += ROW_BLOCK) {
             int rows = num_rows - r0 < ROW_BLOCK ? num_rows - r0 : ROW_BLOCK;
             const bf16 *q = query + r0 * shape->q_stride;
@@ -217,17 +206,12 @@ static void scores_amx_2x2(const bf16 *q, int dim, int q_stride, const void *con
     TILE_STORE(3, scores1 + GROUP, SCORE_STRIDE);
 }
 
-static void scores_amx(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, int num_groups,
-                       float *scores) {
-    int bytes = shape->dim * GROUP * (int)sizeof *query;
-    if (num_rows > TILE_ROWS) {
-        for (int g = 0; g < num_groups; g += 2) scores_amx_2x2(query, shape->dim, shape->q_stride, groups + g, scores + g * GROUP);
+static void scores_amx(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, float *scores) {
+    if (num_rows <= TILE_ROWS) {
+        scores_amx_1x4(query, shape->dim, shape->q_stride, groups, scores);
         return;
     }
-    for (int g = 0; g < num_groups; g += 4) {
-        for (int i = 0; i < 4 && g + 4 + i < num_groups + LOOKAHEAD; i++) prefetch(groups[g + 4 + i], bytes);
-        scores_amx_1x4(query, shape->dim, shape->q_stride, groups + g, scores + g * GROUP);
-    }
+    for (int g = 0; g < GROUPS_AT_ONCE; g += 2) scores_amx_2x2(query, shape->dim, shape->q_stride, groups + g, scores + g * GROUP);
 }
 
 /* Sixteen rows, 64 columns from `column`. */
@@ -236,7 +220,6 @@ static void values_amx_1x4(const bf16 *w, const void *const *groups, int num_gro
     TILE_LOAD(0, o, stride); TILE_LOAD(1, o + 16, stride); TILE_LOAD(2, o + 32, stride); TILE_LOAD(3, o + 48, stride);
     for (int g = 0; g < num_groups; g++) {
         const bf16 *v = (const bf16 *)groups[g] + 2 * column;
-        if (column == 0) prefetch(groups[g + LOOKAHEAD], v_stride * GROUP / 2);
         TILE_LOAD(6, w + g * GROUP, WEIGHT_STRIDE);
         TILE_LOAD(7, v, v_stride); TILE_DOT(0, 6, 7);
         TILE_LOAD(7, v + 32, v_stride); TILE_DOT(1, 6, 7);
@@ -287,22 +270,37 @@ static void values_amx(const struct attn_shape *shape, const bf16 *weights, int 
 }
 #endif
 
-void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, int num_groups,
-                 float *scores) {
+void attn_prepare(int num_rows) {
+#if HAVE_AMX
+    uint8_t rows = (uint8_t)(num_rows < TILE_ROWS ? num_rows : TILE_ROWS);
+    struct tile_config config = {
+        .palette = 1,
+        .bytes_per_row = {64, 64, 64, 64, 64, 64, 32, 64},
+        .rows = {rows, rows, rows, rows, rows, 16, rows, 8},
+    };
+    AMX_BEGIN(config);
+#else
+    (void)num_rows;
+#endif
+}
+
+void attn_finish(void) { AMX_END(); }
+
+void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, float *scores) {
     if (shape->dtype == DTYPE_F32) {
-        scores_f32(shape, query, num_rows, groups, num_groups, scores);
+        scores_f32(shape, query, num_rows, groups, scores);
         return;
     }
 #if HAVE_AMX
     if (shape->dim % 16 == 0 && shape->v_dim % 16 == 0) {
-        scores_amx(shape, query, num_rows, groups, num_groups, scores);
+        scores_amx(shape, query, num_rows, groups, scores);
         return;
     }
 #endif
 #if HAVE_AVX512_BF16
-    scores_avx512(shape, query, num_rows, groups, num_groups, scores);
+    scores_avx512(shape, query, num_rows, groups, scores);
 #else
-    scores_bf16(shape, query, num_rows, groups, num_groups, scores);
+    scores_bf16(shape, query, num_rows, groups, scores);
 #endif
 }
 

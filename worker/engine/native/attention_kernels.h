@@ -1,13 +1,10 @@
-/* The two products of attention on packed groups of 16 tokens, for a tile of query rows.
- *
- * `groups` has num_groups valid entries and LOOKAHEAD more that may be prefetched or read, but not used.
- */
+/* What the parts of attention share: the two products on packed groups of 16 tokens, for the rows of one KV head, and sizes. */
 #ifndef HEADRACE_ATTENTION_KERNELS_H
 #define HEADRACE_ATTENTION_KERNELS_H
 
 #include "attention.h"
 
-#define LOOKAHEAD 4
+#define GROUPS_AT_ONCE 4 /* scores of so many groups are computed together; pointers to groups are kept in multiples of it */
 #define ROUND_UP(x, n) (((x) + (n) - 1) / (n) * (n))
 
 struct attn_shape {
@@ -16,10 +13,34 @@ struct attn_shape {
     int o_stride; /* floats from output row to output row: v_dim rounded up to 16 */
 };
 
-/* scores[row][16 g + t] = query[row] . key[g][t]; scores are SPAN apart. Up to the next multiple of 4 groups is written. */
-void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, int num_groups, float *scores);
+/* Prepares the thread's tile unit for so many rows; attn_finish gives it back. */
+void attn_prepare(int num_rows);
+void attn_finish(void);
+
+/* scores[row][16 g + t] = query[row] . key[g][t] for GROUPS_AT_ONCE groups; scores are SPAN apart. */
+void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, float *scores);
 
 /* out[row] += sum over g, t of weights[row][16 g + t] value[g][t]; weights are of the cache's dtype and SPAN apart. */
 void attn_values(const struct attn_shape *shape, const void *weights, int num_rows, const void *const *groups, int num_groups, float *out);
+
+/* Bytes that each thread needs for itself. */
+int64_t attn_scratch_bytes(const struct attn_layer *layer);
+
+static inline int64_t attn_align(int64_t bytes) { return ROUND_UP(bytes, (int64_t)CACHE_LINE); }
+
+static inline void attn_prefetch(const void *p, int bytes) {
+    for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch((const char *)p + i, 0, 3);
+}
+
+/* Position of the first of a sequence's queries. */
+static inline int attn_first_position(const struct attn_batch *batch, int seq) {
+    return batch->seq_lens[seq] - (batch->query_start[seq + 1] - batch->query_start[seq]);
+}
+
+/* The first group that a query at that position, or later, can see a key of: its first token. */
+static inline int attn_first_group(const struct attn_layer *layer, int position) {
+    int first = layer->window > 0 ? position - layer->window + 1 : 0;
+    return first > 0 ? first / GROUP * GROUP : 0;
+}
 
 #endif

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+import structlog
 
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
@@ -21,7 +22,7 @@ _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILEDATA = 18
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger("headrace.engine")
 
 
 class BuildFailed(Exception):
@@ -39,7 +40,7 @@ def load_library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(build(_cache_directory())))
     except (BuildFailed, OSError) as error:
-        log.warning("no C kernels, the torch path serves (slower, same results): %s", error)
+        log.warning("no C kernels: the torch path serves, slower, with the same results", reason=str(error))
         return None
 
 
@@ -98,7 +99,7 @@ def _key(compiler: str, options: tuple[str, ...]) -> str:
     for path in sorted((*_SOURCES.glob("*.c"), *_SOURCES.glob("*.h"))):
         digest.update(path.name.encode() + path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_SECONDS, check=False).stdout  # noqa: S603  # ditto
-    digest.update(version + repr((_FLAGS, _VARIANTS, options)).encode() + _cpu_features().encode())
+    digest.update(version + repr((compiler, _FLAGS, _VARIANTS, options)).encode() + _cpu_features().encode())
     return digest.hexdigest()[:20]
 
 
@@ -116,4 +117,4 @@ def _amx_allowed() -> bool:
     """Asks Linux for the use of the tile registers in this process; every process must ask before it uses them."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0)

@@ -33,9 +33,8 @@ static void write_token(const struct attn_layer *layer, int64_t slot, const void
 }
 
 void attn_write(const struct attn_layer *layer, const struct attn_batch *batch, const void *key, int64_t key_stride, const void *value,
-                int64_t value_stride, int tid, int num_threads) {
+                int64_t value_stride, int begin, int end) {
     int64_t size = layer->dtype == DTYPE_F32 ? 4 : 2;
-    int64_t begin = (int64_t)batch->num_tokens * tid / num_threads, end = (int64_t)batch->num_tokens * (tid + 1) / num_threads;
     for (int64_t t = begin; t < end; t++) {
         const char *k = (const char *)key + t * key_stride * size, *v = (const char *)value + t * value_stride * size;
         if (batch->slots[t] >= 0) write_token(layer, batch->slots[t], k, v);

@@ -13,6 +13,7 @@ from worker.engine.native.build import load_library
 _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+PHASES = ("embed", "norm", "qkv", "place", "attention", "o", "gate_up", "down", "logits")  # of a step, in the order of `enum phase`
 GROUP = 16  # tokens in a group of the packed cache; block sizes are multiples of it
 
 
@@ -49,6 +50,69 @@ class BatchStruct(ctypes.Structure):
     ]
 
 
+class MatrixStruct(ctypes.Structure):
+    """``struct matrix``: packed weights."""
+
+    _fields_: ClassVar = [("tiles", _POINTER), ("bias", _POINTER), ("n", _INT32), ("k", _INT32)]
+
+
+class DecoderLayerStruct(ctypes.Structure):
+    """``struct decoder_layer``."""
+
+    _fields_: ClassVar = [
+        ("attn", LayerStruct),
+        ("qkv", MatrixStruct),
+        ("o", MatrixStruct),
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
+        ("attn_norm", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("attn_out_norm", _POINTER),
+        ("mlp_out_norm", _POINTER),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
+        ("rope", _POINTER),
+    ]
+
+
+class DecoderStruct(ctypes.Structure):
+    """``struct decoder``."""
+
+    _fields_: ClassVar = [
+        ("layers", ctypes.POINTER(DecoderLayerStruct)),
+        ("embedding", _POINTER),
+        ("final_norm", _POINTER),
+        ("head", MatrixStruct),
+        ("num_layers", _INT32),
+        ("widest", _INT32),
+        ("hidden", _INT32),
+        ("intermediate", _INT32),
+        ("vocab", _INT32),
+        ("rotary_dim", _INT32),
+        ("activation", _INT32),
+        ("norm_eps", _FLOAT),
+        ("embedding_factor", _FLOAT),
+        ("residual_factor", _FLOAT),
+        ("logits_factor", _FLOAT),
+        ("logits_softcap", _FLOAT),
+    ]
+
+
+class StepStruct(ctypes.Structure):
+    """``struct step``."""
+
+    _fields_: ClassVar = [
+        ("batch", BatchStruct),
+        ("token_ids", _POINTER),
+        ("positions", _POINTER),
+        ("logits_rows", _POINTER),
+        ("hidden", _POINTER),
+        ("logits", _POINTER),
+        ("phase_seconds", _POINTER),
+        ("num_logits", _INT32),
+    ]
+
+
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The library with its functions typed, or None where it cannot be had."""
@@ -64,11 +128,9 @@ def typed(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.headrace_workspace_bytes.restype = _INT64
     lib.headrace_attend.argtypes = [layer, batch, *(_POINTER, _INT64) * 4, _INT32, _POINTER]
     lib.headrace_attend.restype = None
+    decoder = ctypes.POINTER(DecoderStruct)
+    lib.headrace_decoder_workspace_bytes.argtypes = [decoder, _INT32, _INT32, _INT32, _INT32]
+    lib.headrace_decoder_workspace_bytes.restype = _INT64
+    lib.headrace_decoder_step.argtypes = [decoder, ctypes.POINTER(StepStruct), _INT32, _POINTER]
+    lib.headrace_decoder_step.restype = None
     return lib
-
-
-def aligned_bytes(size: int, alignment: int = 64) -> torch.Tensor:
-    """A uint8 tensor of ``size`` bytes whose first one is aligned."""
-    raw = torch.empty(size + alignment, dtype=torch.uint8)
-    start = -raw.data_ptr() % alignment
-    return raw[start : start + size]

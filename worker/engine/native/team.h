@@ -9,9 +9,16 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdint.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static inline int omp_get_num_threads(void) { return 1; }
+static inline int omp_get_thread_num(void) { return 0; }
+#endif
 
 #define CACHE_LINE 64
-#define SPINS_BEFORE_YIELD 4000
+#define SPINS_BEFORE_YIELD 500
 
 struct team {
     int size;
@@ -55,5 +62,12 @@ static inline void team_barrier(struct team *t) {
 
 /* The next piece of this phase's work: 0, 1, 2, ... over all threads. */
 static inline int team_take(struct team *t) { return atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed); }
+
+/* Where thread `tid`'s share of `count` things begins, in multiples of `unit`; its end is where the next one's begins. */
+static inline int team_share(const struct team *t, int tid, int count, int unit) {
+    int64_t units = (count + unit - 1) / unit;
+    int64_t begin = units * tid / t->size * unit;
+    return begin < count ? (int)begin : count;
+}
 
 #endif

@@ -1,0 +1,185 @@
+"""A recognised decoder on the CPU: one native call computes a step from token ids to logits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+
+from worker.engine.attention.cpu_backend import batch_struct
+from worker.engine.attention.layers import AttentionLayer
+from worker.engine.attention.metadata import StepMetadata
+from worker.engine.fused.packing import PackedMatrix, pack, pack_interleaved, pack_stacked
+from worker.engine.fused.structure import ACTIVATIONS, DecoderStructure, LayerStructure, NotRecognised, recognise
+from worker.engine.native import memory
+from worker.engine.native.library import (
+    DTYPE_CODES,
+    PHASES,
+    DecoderLayerStruct,
+    DecoderStruct,
+    LayerStruct,
+    StepStruct,
+    kernels,
+)
+
+log = structlog.get_logger("headrace.engine")
+
+
+def fuse(
+    model: Any, config: Any, attention: Sequence[AttentionLayer], caches: Sequence[tuple[Tensor, Tensor]], max_positions: int
+) -> FusedDecoder | None:
+    """The fused decoder of a transformers model, or None where its structure is not one that is computed natively (logged).
+
+    Arguments as of `structure.recognise` and `FusedDecoder`.
+    """
+    try:
+        structure = recognise(model, config, attention, max_positions)
+    except NotRecognised as reason:
+        log.info("no fused decoder, the model's own modules serve", reason=str(reason))
+        return None
+    return FusedDecoder(structure, caches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackedLayer:
+    qkv: PackedMatrix
+    o: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+
+class FusedDecoder:
+    """Computes steps over a paged cache. Not for two threads at once: it owns its buffers.
+
+    Args:
+        caches: (K, V) of each layer, in order.
+    """
+
+    def __init__(self, structure: DecoderStructure, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        lib = kernels()
+        assert lib is not None, "the attention backend was chosen without kernels"
+        self._lib = lib
+        self._structure = structure
+        self._packed = [_pack_layer(layer) for layer in structure.layers]
+        self._head = pack(structure.head.weight, structure.head.bias)
+        self._caches = list(caches)
+        self._layers = (DecoderLayerStruct * len(self._packed))(*map(_layer_struct, structure.layers, self._packed, self._caches))
+        self._decoder = _decoder_struct(structure, self._layers, self._head)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._logits = torch.empty(0, structure.head.out_features)
+        self._phase_seconds = torch.zeros(len(PHASES), dtype=torch.float64)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute a step.
+
+        Args:
+            input_ids: int64 ``[T]``, contiguous; positions alike.
+            logits_rows: int64 ``[rows]``, the tokens whose logits are wanted.
+
+        Returns:
+            Logits, float32 ``[rows, vocab]``, in a buffer that the next step overwrites; and the hidden states of all
+            rows after the final norm, bfloat16 ``[T, hidden]``.
+        """
+        num_tokens, num_logits = input_ids.shape[0], logits_rows.shape[0]
+        hidden = torch.empty(num_tokens, self._structure.embedding.shape[1], dtype=torch.bfloat16)
+        if num_logits > self._logits.shape[0]:
+            self._logits = torch.empty(num_logits, self._logits.shape[1])
+        step = StepStruct(
+            batch_struct(meta, num_tokens),
+            input_ids.data_ptr(),
+            positions.data_ptr(),
+            logits_rows.data_ptr(),
+            hidden.data_ptr(),
+            self._logits.data_ptr(),
+            self._phase_seconds.data_ptr(),
+            num_logits,
+        )
+        threads = torch.get_num_threads()
+        workspace = self._workspace_for(step, threads)
+        self._lib.headrace_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step), threads, workspace)
+        return self._logits[:num_logits], hidden
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Where all steps' time went, as the first thread saw it: waiting for the others is in it."""
+        return dict(zip(PHASES, self._phase_seconds.tolist(), strict=True))
+
+    def release(self) -> None:
+        """Free the modules' own copies of the weights that are packed; the modules can compute nothing after it."""
+        modules = [m for layer in self._structure.layers for m in (*layer.qkv, layer.o, layer.gate, layer.up, layer.down)]
+        if self._structure.head.weight.data_ptr() != self._structure.embedding.data_ptr():
+            modules.append(self._structure.head)
+        for module in modules:
+            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+
+    def _workspace_for(self, step: StepStruct, threads: int) -> int:
+        size = self._lib.headrace_decoder_workspace_bytes(
+            ctypes.byref(self._decoder), step.batch.num_seqs, step.batch.num_tokens, step.num_logits, threads
+        )
+        if size > self._workspace.numel():
+            self._workspace = memory.zeros((size,), torch.uint8)
+        return self._workspace.data_ptr()
+
+
+def _pack_layer(layer: LayerStructure) -> _PackedLayer:
+    return _PackedLayer(
+        qkv=pack_stacked(list(layer.qkv)),
+        o=pack(layer.o.weight, layer.o.bias),
+        gate_up=pack_interleaved(layer.gate, layer.up),
+        down=pack(layer.down.weight, layer.down.bias),
+    )
+
+
+def _layer_struct(layer: LayerStructure, packed: _PackedLayer, cache: tuple[Tensor, Tensor]) -> DecoderLayerStruct:
+    k_cache, v_cache = cache
+    attention = layer.attention
+    return DecoderLayerStruct(
+        LayerStruct(
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            None,
+            DTYPE_CODES[k_cache.dtype],
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            attention.value_dim,
+            k_cache.shape[2],
+            attention.window or 0,
+            attention.scale,
+            attention.softcap or 0.0,
+        ),
+        packed.qkv.struct(),
+        packed.o.struct(),
+        packed.gate_up.struct(),
+        packed.down.struct(),
+        *(
+            None if tensor is None else tensor.data_ptr()
+            for tensor in (layer.attn_norm, layer.mlp_norm, layer.attn_out_norm, layer.mlp_out_norm, layer.q_norm, layer.k_norm, layer.rope)
+        ),
+    )
+
+
+def _decoder_struct(structure: DecoderStructure, layers: ctypes.Array[DecoderLayerStruct], head: PackedMatrix) -> DecoderStruct:
+    windows = [layer.attention.window or 1 << 30 for layer in structure.layers]
+    return DecoderStruct(
+        layers,
+        structure.embedding.data_ptr(),
+        structure.final_norm.data_ptr(),
+        head.struct(),
+        len(windows),
+        windows.index(max(windows)),
+        structure.embedding.shape[1],
+        structure.layers[0].gate.out_features,
+        structure.head.out_features,
+        structure.rotary_dim,
+        ACTIVATIONS[structure.activation],
+        structure.norm_eps,
+        structure.embedding_factor,
+        structure.residual_factor,
+        structure.logits_factor,
+        structure.logits_softcap or 0.0,
+    )
