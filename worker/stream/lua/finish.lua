@@ -13,7 +13,9 @@ if where == 'lost' then
   return { 'lost', published }
 elseif where == 'settled' then
   take_off(stream, group, entry)
-  return { 'settled', published }
+  local by = redis.call('HMGET', state, 'worker', 'attempt', 'status')
+  local ours = by[1] == consumer and by[2] == attempt and by[3] == ARGV[9]  -- our own call, whose reply was lost
+  return { ours and 'written' or 'settled', published }
 end
 if ARGV[13] ~= '' then
   local first, after = tonumber(ARGV[13]), tonumber(ARGV[14])
