@@ -24,6 +24,7 @@ from producer.keys import Tier
 from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest, TokenLogprob
 from worker.config import WorkerConfig
+from worker.engine.config import EngineConfig
 from worker.engine.request import Request, RequestStatus, StepOutput
 from worker.engine.scheduler import SchedulerStats
 from worker.worker import Worker
@@ -35,22 +36,23 @@ KILL = "!kill"  # the step that runs it is the process's last
 WEDGE = "!wedge"  # its step never ends
 CRASH = "!crash"  # its step raises
 FAIL = "!fail"  # its row fails, alone
+FAIL_SECOND = "!second"  # of several outputs the second one's row fails, at its fifth token
 
 
-def next_token(prompt_token_ids: Sequence[int], position: int) -> int:
-    """What the model says at ``position`` of the output: a function of prompt and position alone."""
-    digest = hashlib.blake2b(f"{list(prompt_token_ids)}:{position}".encode(), digest_size=4).digest()
+def next_token(prompt_token_ids: Sequence[int], position: int, index: int = 0) -> int:
+    """What the model says at ``position`` of output ``index``: a function of these and the prompt alone."""
+    digest = hashlib.blake2b(f"{list(prompt_token_ids)}:{position + MAX_MODEL_LEN * index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) % VOCABULARY
 
 
-def expected_tokens(prompt: str, max_tokens: int) -> list[int]:
-    """The output of an undisturbed run."""
+def expected_tokens(prompt: str, max_tokens: int, index: int = 0) -> list[int]:
+    """Output ``index`` of an undisturbed run."""
     ids = list(prompt.encode())
-    return [next_token(ids, position) for position in range(max_tokens)]
+    return [next_token(ids, position, index) for position in range(max_tokens)]
 
 
-def expected_text(prompt: str, max_tokens: int) -> str:
-    return "".join(map(text_of, expected_tokens(prompt, max_tokens)))
+def expected_text(prompt: str, max_tokens: int, index: int = 0) -> str:
+    return "".join(map(text_of, expected_tokens(prompt, max_tokens, index)))
 
 
 def text_of(token_id: int) -> str:
@@ -82,15 +84,28 @@ class FakeDetokenizer:
 
 
 class FakeInputs:
-    def prepare(self, wanted: GenerateRequest) -> Request:
+    """The seed of a request is the place of its output among those that share its prompt."""
+
+    def prepare_all(self, wanted: GenerateRequest) -> list[Request]:
         prompt = list((wanted.prompt or "").encode()) or list(wanted.prompt_token_ids or ())
         if not prompt:
             raise InvalidRequest("messages must be absent, this model has no chat template", field="messages")
-        return Request(wanted.id, prompt, wanted.params, wanted.params.max_tokens or 256, tier=wanted.tier)
+        if wanted.kind == "score":
+            texts = [prompt + list(text.encode()) for text in wanted.continuations or ()]
+        else:
+            texts = [prompt] * wanted.params.n
+        ids = [wanted.id] if len(texts) == 1 else [f"{wanted.id}#{i}" for i in range(len(texts))]
+        max_tokens = 0 if wanted.kind != "generate" else wanted.params.max_tokens or 256
+        requests = [
+            Request(ids[i], text, wanted.params, max_tokens, seed=i, tier=wanted.tier, kind=wanted.kind) for i, text in enumerate(texts)
+        ]
+        for request in requests:
+            request.score_start = len(prompt)
+        return requests
 
 
 class FakeEngine:
-    """One token a step for every running request."""
+    """One token a step for every running request. The score of a text is its length, negative; its embedding its bytes' shares."""
 
     model_name = "fake"
     device_name = "cpu"
@@ -98,6 +113,7 @@ class FakeEngine:
     last_step = None
 
     def __init__(self, *, max_batch_size: int = 100, step_s: float = 0.0, trace: Path | None = None) -> None:
+        self.config = EngineConfig(max_batch_size=max_batch_size)
         self.inputs = FakeInputs()
         self.step_s = step_s
         self._max_batch_size = max_batch_size
@@ -109,11 +125,15 @@ class FakeEngine:
     def make_detokenizer(self, request: Request) -> FakeDetokenizer:
         return FakeDetokenizer(request.params)
 
-    def add(self, request: Request) -> None:
-        assert all(other.id != request.id for other in self._waiting + self._running), "an id is in the engine once"
-        if request.num_prompt_tokens + request.max_tokens > MAX_MODEL_LEN:
+    def add_all(self, requests: Sequence[Request]) -> None:
+        if any(request.num_prompt_tokens + request.max_tokens > MAX_MODEL_LEN for request in requests):
             raise ContextLengthExceeded(f"max_tokens must leave room in the context of {MAX_MODEL_LEN} tokens", field="max_tokens")
-        if len(request.output_token_ids) >= request.max_tokens:
+        for request in requests:
+            self._add(request)
+
+    def _add(self, request: Request) -> None:
+        assert all(other.id != request.id for other in self._waiting + self._running), "an id is in the engine once"
+        if request.kind == "generate" and len(request.output_token_ids) >= request.max_tokens:
             self._ended.append(StepOutput(request, len(request.output_token_ids), [], finish_reason="length"))
         else:
             self._waiting.append(request)
@@ -155,25 +175,45 @@ class FakeEngine:
     def _advance(self, request: Request) -> StepOutput:
         self._misbehave(request)
         position = len(request.output_token_ids)
-        if bytes(request.prompt_token_ids[:8] if max(request.prompt_token_ids) < 256 else b"").startswith(FAIL.encode()):
+        if _fails(request, position):
             request.status = RequestStatus.FINISHED
             return StepOutput(request, position, [], error_code="BATCH_FAILED", error_message="the step failed")
-        token = next_token(request.prompt_token_ids, position)
+        if request.kind != "generate":
+            return _told(request)
+        token = next_token(request.prompt_token_ids, position, request.seed)
         request.output_token_ids.append(token)
         done = position + 1 >= request.max_tokens
         logprobs = [TokenLogprob(token, -0.5, {token: -0.5})] if request.params.logprobs is not None else None
         return StepOutput(request, position, [token], logprobs, "length" if done else None)
 
     def _misbehave(self, request: Request) -> None:
-        if max(request.prompt_token_ids) > 255:
-            return
-        prompt = bytes(request.prompt_token_ids).decode(errors="replace")
+        prompt = _prompt_of(request)
         if prompt.startswith(KILL):
             os.kill(os.getpid(), signal.SIGKILL)
         if prompt.startswith(WEDGE):
             time.sleep(3600)
         if prompt.startswith(CRASH):
             raise RuntimeError("device lost")
+
+
+def _prompt_of(request: Request) -> str:
+    """Empty where it is made of token ids."""
+    return bytes(request.prompt_token_ids).decode(errors="replace") if max(request.prompt_token_ids) < 256 else ""
+
+
+def _fails(request: Request, position: int) -> bool:
+    prompt = _prompt_of(request)
+    return prompt.startswith(FAIL) or (prompt.startswith(FAIL_SECOND) and (request.seed, position) == (1, 4))
+
+
+def _told(request: Request) -> StepOutput:
+    """What a score or an embedding comes to."""
+    text = request.prompt_token_ids[request.score_start :]
+    if request.kind == "score":
+        return StepOutput(request, 0, [], finish_reason="stop", score=-float(len(text)))
+    return StepOutput(
+        request, 0, [], finish_reason="stop", embedding=[token / sum(request.prompt_token_ids) for token in request.prompt_token_ids]
+    )
 
 
 def main() -> int:

@@ -7,27 +7,20 @@ import time
 import structlog
 
 from producer.errors import HeadraceError
-from producer.wire import FinishReason, Result, Timings, Usage
+from producer.wire import Result, Timings
 from worker.metrics import RequestSample
 from worker.registry import ActiveRequest
 
 log = structlog.get_logger("headrace.worker")
 
 
-def result_of(active: ActiveRequest, finish_reason: FinishReason, stop_reason: str | int | None, *, worker: str, model: str) -> Result:
-    """The result of a request that ran to its end."""
-    request, transcript, start = active.request, active.transcript, active.start
-    assert request is not None, "it ran"
-    assert transcript is not None, "it ran"
+def result_of(active: ActiveRequest, *, worker: str, model: str) -> Result:
+    """The result of a request all of whose outputs have ended."""
+    outputs, start = active.outputs, active.start
+    assert outputs is not None, "it ran"
     assert start is not None, "it ran"
     now_s = time.monotonic()  # one that had all its tokens when it was resumed got none here
-    return Result(
-        id=active.id,
-        text=transcript.text,
-        token_ids=transcript.token_ids,
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        usage=Usage(request.num_prompt_tokens, len(transcript.token_ids), request.num_cached_tokens),
+    return outputs.gather.result(
         timings=Timings(
             queue_ms=start.since_enqueued_ms(start.begun_s),
             ttft_ms=start.since_enqueued_ms(active.first_token_s or now_s),
@@ -36,7 +29,6 @@ def result_of(active: ActiveRequest, finish_reason: FinishReason, stop_reason: s
         attempt=active.delivery.attempt,
         worker=worker,
         model=model,
-        logprobs=transcript.logprobs,
     )
 
 
@@ -49,7 +41,7 @@ def sample_of(active: ActiveRequest) -> RequestSample:
         source=active.source,
         finish_reason=outcome.finish_reason if isinstance(outcome, Result) else None,
         error_code=outcome.code if isinstance(outcome, HeadraceError) else None,
-        generation_tokens=len(active.transcript.token_ids) if active.transcript is not None else 0,
+        generation_tokens=active.outputs.num_tokens if active.outputs is not None else 0,
         e2e_seconds=start.since_enqueued_ms(last_s) / 1000 if start is not None and last_s is not None and not failed else None,
         queue_seconds=start.since_enqueued_ms(start.begun_s) / 1000 if start is not None else None,
         prefill_seconds=first_s - start.begun_s if start is not None and first_s is not None else None,
@@ -61,8 +53,8 @@ def log_end(active: ActiveRequest, became: str) -> None:
     """One line a request; none of it is the user's text."""
     outcome, start, delivery = active.outcome, active.start, active.delivery
     fields: dict[str, object] = {"id": active.id, "tier": delivery.tier, "source": active.source, "attempt": delivery.attempt}
-    if active.request is not None and active.transcript is not None:
-        fields |= {"prompt_tokens": active.request.num_prompt_tokens, "completion_tokens": len(active.transcript.token_ids)}
+    if active.outputs is not None:
+        fields |= {"prompt_tokens": active.outputs.gather.num_prompt_tokens, "completion_tokens": active.outputs.num_tokens}
     if start is not None:
         fields["queue_ms"] = start.since_enqueued_ms(start.begun_s)
         fields["total_ms"] = start.since_enqueued_ms(time.monotonic())

@@ -44,13 +44,23 @@ class Detokenizer(Protocol):
 class InputProcessor(Protocol):
     """Turns wire requests into engine requests; called from the fetching thread."""
 
-    def prepare(self, wanted: GenerateRequest) -> Request:
-        """Tokenise and check. Raises a `producer.errors.HeadraceError` that names the field."""
+    def prepare_all(self, wanted: GenerateRequest) -> list[Request]:
+        """Tokenise and check. Several, where the reply is to hold several outputs or scores, have ids of their own.
+
+        Raises a `producer.errors.HeadraceError` that names the field.
+        """
         ...
 
 
+class EngineLimits(Protocol):
+    """What an engine was told about its size: see `worker.engine.config`."""
+
+    @property
+    def max_batch_size(self) -> int: ...
+
+
 class EngineLike(Protocol):
-    """An engine. Its own thread calls `add`, `abort`, `step`, `has_work`, `room` and `stats`; other threads the rest."""
+    """An engine. Its own thread calls `add_all`, `abort`, `step`, `has_work`, `room` and `stats`; other threads the rest."""
 
     @property
     def model_name(self) -> str: ...
@@ -64,12 +74,15 @@ class EngineLike(Protocol):
         ...
 
     @property
+    def config(self) -> EngineLimits: ...
+
+    @property
     def inputs(self) -> InputProcessor: ...
 
     def make_detokenizer(self, request: Request) -> Detokenizer: ...
 
-    def add(self, request: Request) -> None:
-        """Take a request in. Raises `ContextLengthExceeded` where it can never fit."""
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Take in what `InputProcessor.prepare_all` made of one request: all, or, raising `ContextLengthExceeded`, none."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -17,13 +17,14 @@ from producer.keys import TIERS, Tier
 from producer.validate import fail
 from producer.wire import Chunk, GenerateRequest
 from worker.core import Core
+from worker.engine.request import Request
+from worker.outputs import Outputs
 from worker.registry import ActiveRequest, Start
 from worker.routing import tier_of
 from worker.stream.consumer import Consumer, Entry
 from worker.stream.delivery import Delivery
 from worker.stream.ledger import Begun, Ledger
 from worker.stream.trouble import TROUBLE, Trouble
-from worker.transcript import Transcript
 
 BLOCK_MS = 250  # one slice of a blocking read: how late a claim, a stop or new room may be noticed
 WAIT_S = 0.1
@@ -183,25 +184,31 @@ class Intake:
 
     def _hand_over(self, active: ActiveRequest, chunks: list[Chunk]) -> None:
         wanted = decode_request(active.delivery.fields, active.delivery.tier)
-        _check_supported(wanted)
         engine = self._loop.engine
-        request = engine.inputs.prepare(replace(wanted, tier=tier_of(wanted, self._config.routes)))
-        transcript = Transcript(engine.make_detokenizer(request), logprobs=request.params.logprobs is not None)
-        transcript.resume(chunks)
-        request.output_token_ids = list(transcript.token_ids)
-        request.logprobs = list(transcript.logprobs or ())
+        if wanted.params.n > engine.config.max_batch_size:
+            raise fail("n", f"at most {engine.config.max_batch_size}, this worker's batch")
+        requests = engine.inputs.prepare_all(replace(wanted, tier=tier_of(wanted, self._config.routes)))
+        outputs = Outputs(active.id, requests, engine.make_detokenizer)
+        outputs.resume(chunks)
+        num_resumed = outputs.num_tokens
+        self._label(active, wanted, requests)
+        with self._registry.lock:  # an order to end it comes before or after both
+            if self._registry.activate(active, outputs):
+                self._loop.add(requests)
+        self._metrics.tokens(requests[0].tier, prompt=outputs.gather.num_prompt_tokens)
+        if num_resumed:
+            self._metrics.resumed(num_resumed)
+            log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=num_resumed)
+
+    def _label(self, active: ActiveRequest, wanted: GenerateRequest, requests: Sequence[Request]) -> None:
         assert active.start is not None, "it was begun"
         if wanted.deadline_ms is not None:
-            request.deadline = active.deadline_s = active.start.monotonic_s(wanted.deadline_ms)
-        active.source = request.source = wanted.source
+            active.deadline_s = active.start.monotonic_s(wanted.deadline_ms)
+        active.source = wanted.source
         active.streamed = active.streamed or wanted.stream
-        with self._registry.lock:  # an order to end it comes before or after both
-            if self._registry.activate(active, request, transcript):
-                self._loop.add(request)
-        self._metrics.tokens(request.tier, prompt=request.num_prompt_tokens)
-        if transcript.token_ids:
-            self._metrics.resumed(len(transcript.token_ids))
-            log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=len(transcript.token_ids))
+        for request in requests:
+            request.deadline = active.deadline_s
+            request.source = wanted.source
 
     # Suspects
 
@@ -219,7 +226,7 @@ class Intake:
         self._suspects = [active for active in self._suspects if self._held(active) and active.end is None]
         if not self._suspects:
             return False
-        if any(active.request is not None for active in self._registry.all()):
+        if any(active.outputs is not None for active in self._registry.all()):
             self._registry.await_change(WAIT_S)
             return True
         self._begin(self._suspects[:1], alone=True)
@@ -228,10 +235,3 @@ class Intake:
 
     def _held(self, active: ActiveRequest) -> bool:
         return self._registry.knows(active.delivery.tier, active.delivery.entry.id)
-
-
-def _check_supported(wanted: GenerateRequest) -> None:
-    if wanted.kind != "generate":
-        raise fail("kind", "generate, the only kind that this worker serves")
-    if wanted.params.n != 1:
-        raise fail("n", "1, this worker makes one output a request")

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import structlog
 
 from producer.errors import HeadraceError, error_from_code
-from producer.wire import FinishReason, Result
+from producer.wire import Result
 from worker.config import WorkerConfig
 from worker.ending import log_end, result_of, sample_of
 from worker.engine.request import StepOutput
 from worker.engine_loop import EngineLoop, Refusal
 from worker.metrics import WorkerMetrics
+from worker.outputs import Output
 from worker.registry import ActiveRequest, Registry
 from worker.stream.delivery import Settlement, TokensFrame
 from worker.stream.ledger import Ledger, Outcome
@@ -38,14 +39,7 @@ class Ended:
     active: ActiveRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A request belongs to another worker now."""
-
-    active: ActiveRequest
-
-
-Event = list[StepOutput] | Refusal | Ended | Lost
+Event = list[StepOutput] | Refusal | Ended
 
 
 class Publisher:
@@ -90,6 +84,16 @@ class Publisher:
             active.end = error
         self.put(Ended(active))
 
+    def lose(self, active: ActiveRequest) -> None:
+        """Another worker has it, or has answered it: stop, and say nothing. What has its outcome finds out for itself."""
+        with self._registry.lock:  # before it can be given to us again
+            if not self._registry.holds(active) or active.outcome is not None:
+                return
+            self._registry.drop(active)
+            self._abort(active)
+        self._metrics.lease_lost()
+        log_end(active, "lost")
+
     def look(self) -> None:
         """Something has changed that may make a frame due."""
         self.put([])
@@ -131,16 +135,14 @@ class Publisher:
 
     def _absorb(self, event: Event) -> None:
         if isinstance(event, Refusal):
-            active = self._registry.of(event.request)
+            active = self._registry.of(event.requests[0])
             if active is not None:
                 self._conclude(active, event.error)
         elif isinstance(event, Ended):
             assert event.active.end is not None, "ended for a reason"
-            if event.active.request is not None and event.active.outcome is None:
-                self._loop.abort(event.active.id)
+            if event.active.outcome is None:
+                self._abort(event.active)
             self._conclude(event.active, event.active.end)
-        elif isinstance(event, Lost):
-            self._lose(event.active)
         else:
             now_s = time.monotonic()
             for output in event:
@@ -149,32 +151,39 @@ class Publisher:
                     self._take(active, output, now_s)
 
     def _take(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
-        transcript = active.transcript
-        assert transcript is not None, "it is in the engine"
-        self._time(active, len(output.token_ids), now_s)
-        stopped_by = transcript.push(output.token_ids, output.logprobs, finished=output.finished)
+        outputs = active.outputs
+        assert outputs is not None, "it is in the engine"
+        if outputs.gather.has(output.request):  # stopped by a string, and aborted since
+            return
+        self._time(active, outputs.of(output.request), len(output.token_ids), now_s)
+        ended = outputs.push(output)
         if output.error_code is not None:
+            self._abort(active)
             self._conclude(active, error_from_code(output.error_code, output.error_message))
-        elif stopped_by is not None:
-            if not output.finished:
-                self._loop.abort(active.id)
-            self._conclude(active, self._result(active, "stop", stopped_by))
-        elif output.finish_reason is not None:
-            self._conclude(active, self._result(active, output.finish_reason, output.stop_reason))
-        else:
+            return
+        if ended and not output.finished:
+            self._loop.abort(output.request.id)
+        if outputs.gather.complete:
+            self._conclude(active, result_of(active, worker=self._config.name, model=self._loop.engine.model_name))
+        elif outputs.single:
             self._unpublished[active] = None
 
-    def _time(self, active: ActiveRequest, num_tokens: int, now_s: float) -> None:
+    def _time(self, active: ActiveRequest, output: Output, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
             return
         self._metrics.tokens(active.delivery.tier, generation=num_tokens)
-        if active.last_token_s is None:
+        if output.last_token_s is not None:
+            self._metrics.inter_token(active.delivery.tier, now_s - output.last_token_s, num_tokens)
+        elif active.first_token_s is None:
             active.first_token_s = now_s
             if active.start is not None:
                 self._metrics.first_token(active.delivery.tier, active.start.since_enqueued_ms(now_s) / 1000)
-        else:
-            self._metrics.inter_token(active.delivery.tier, now_s - active.last_token_s, num_tokens)
-        active.last_token_s = now_s
+        output.last_token_s = active.last_token_s = now_s
+
+    def _abort(self, active: ActiveRequest) -> None:
+        """Have the engine forget all of it."""
+        for request in active.outputs.requests if active.outputs is not None else ():
+            self._loop.abort(request.id)
 
     def _conclude(self, active: ActiveRequest, outcome: Result | HeadraceError) -> None:
         if active.outcome is not None:
@@ -188,9 +197,6 @@ class Publisher:
         self._unpublished.pop(active, None)
         self._ending[active] = None
 
-    def _result(self, active: ActiveRequest, finish_reason: FinishReason, stop_reason: str | int | None) -> Result:
-        return result_of(active, finish_reason, stop_reason, worker=self._config.name, model=self._loop.engine.model_name)
-
     # What goes out
 
     def _due_in_s(self, active: ActiveRequest) -> float:
@@ -200,6 +206,7 @@ class Publisher:
         return max(0.0, active.published_s + self._config.checkpoint_s - time.monotonic())
 
     def _frames(self, *, everything: bool) -> list[tuple[ActiveRequest, TokensFrame]]:
+        self._unpublished = {active: None for active in self._unpublished if self._registry.holds(active)}
         due = [active for active in self._unpublished if everything or self._due_in_s(active) == 0.0]
         return [(active, _frame(active)) for active in due]
 
@@ -225,7 +232,8 @@ class Publisher:
         transcript = active.transcript
         assert transcript is not None, "it was published"
         if position is None:
-            self._lose(active)
+            self._unpublished.pop(active, None)
+            self.lose(active)
             return
         transcript.stands_published(position)
         active.published_s = time.monotonic()
@@ -245,16 +253,6 @@ class Publisher:
             self.requests_done += 1
             self._metrics.request_finished(sample_of(active))
         log_end(active, outcome)
-
-    def _lose(self, active: ActiveRequest) -> None:
-        """Another worker has it, or answered it: stop, and say nothing."""
-        self._unpublished.pop(active, None)
-        if not self._registry.knows(active.delivery.tier, active.delivery.entry.id) or active in self._ending:
-            return
-        self._registry.drop(active)
-        self._loop.abort(active.id)
-        self._metrics.lease_lost()
-        log_end(active, "lost")
 
     def _handed_back(self, crashed: bool) -> bool:
         """One attempt at writing everything and handing back the rest; the thread has ended."""
@@ -281,9 +279,10 @@ def _frame(active: ActiveRequest) -> TokensFrame:
 
 
 def _settlement(active: ActiveRequest) -> Settlement:
-    outcome, transcript = active.outcome, active.transcript
+    outcome, outputs = active.outcome, active.outputs
     assert outcome is not None, "it has ended"
     if isinstance(outcome, HeadraceError):
         return active.delivery.fail(outcome)
-    tail = _frame(active) if active.streamed and transcript is not None and transcript.num_unpublished else None
+    assert outputs is not None, "it ran"
+    tail = _frame(active) if active.streamed and outputs.single and outputs.first.num_unpublished else None
     return active.delivery.finish(outcome, tail)

@@ -11,6 +11,7 @@ from producer.errors import HeadraceError
 from producer.keys import Tier
 from producer.wire import Result
 from worker.engine.request import Request
+from worker.outputs import Outputs
 from worker.stream.delivery import Delivery
 from worker.stream.ledger import Begun
 from worker.transcript import Transcript
@@ -46,11 +47,11 @@ class Start:
 class ActiveRequest:
     """One request that this worker holds.
 
-    The fetching thread makes it and gives it to the engine (`request`, `transcript`); from then on the publishing thread owns
-    it, but for `end`, `streamed` and `delivery`, which others set under the registry's lock.
+    The fetching thread makes it and gives it to the engine (`outputs`); from then on the publishing thread owns it, but for
+    `end`, `streamed` and `delivery`, which others set under the registry's lock.
 
     Attributes:
-        request: the engine's; None until it is given to the engine.
+        outputs: what the engine makes of it; None until it is given to the engine.
         streamed: somebody reads along, so every step is published.
         end: why it is to end before its time.
         outcome: how it ended, to be written.
@@ -58,8 +59,7 @@ class ActiveRequest:
     """
 
     delivery: Delivery
-    request: Request | None = None
-    transcript: Transcript | None = None
+    outputs: Outputs | None = None
     start: Start | None = None
     source: str = ""
     streamed: bool = False
@@ -74,6 +74,11 @@ class ActiveRequest:
     def id(self) -> str:
         return self.delivery.request_id
 
+    @property
+    def transcript(self) -> Transcript | None:
+        """Of the first output; None until it is given to the engine."""
+        return self.outputs.first if self.outputs is not None else None
+
 
 class Registry:
     """All `ActiveRequest`s, by entry and by id; every method may be called from any thread.
@@ -87,6 +92,7 @@ class Registry:
         self._changed = threading.Condition(self.lock)
         self._by_entry: dict[tuple[Tier, str], ActiveRequest] = {}
         self._by_id: dict[str, ActiveRequest] = {}
+        self._by_request: dict[Request, ActiveRequest] = {}
 
     def __len__(self) -> int:
         return len(self._by_entry)
@@ -94,6 +100,11 @@ class Registry:
     def knows(self, tier: Tier, entry_id: str) -> bool:
         with self.lock:
             return (tier, entry_id) in self._by_entry
+
+    def holds(self, active: ActiveRequest) -> bool:
+        """Whether ``active`` itself is here, and not only one of its entry."""
+        with self.lock:
+            return self._by_entry.get((active.delivery.tier, active.delivery.entry.id)) is active
 
     def enter(self, delivery: Delivery) -> ActiveRequest:
         active = ActiveRequest(delivery)
@@ -107,25 +118,28 @@ class Registry:
         return self._by_id.get(request_id)
 
     def of(self, request: Request) -> ActiveRequest | None:
-        """The one that the engine knows as ``request``; None where the worker has dropped it meanwhile."""
-        active = self._by_id.get(request.id)
-        return active if active is not None and active.request is request else None
+        """The one that an engine request belongs to; None where the worker has dropped it meanwhile."""
+        return self._by_request.get(request)
 
     def drop(self, active: ActiveRequest) -> None:
         """Forget it: it has its final reply, or belongs to another worker now."""
         with self._changed:
-            self._by_entry.pop((active.delivery.tier, active.delivery.entry.id), None)
+            if self.holds(active):
+                del self._by_entry[active.delivery.tier, active.delivery.entry.id]
             if self._by_id.get(active.id) is active:
                 del self._by_id[active.id]
+            for request in active.outputs.requests if active.outputs is not None else ():
+                self._by_request.pop(request, None)
             self._changed.notify_all()
 
-    def activate(self, active: ActiveRequest, request: Request, transcript: Transcript) -> bool:
-        """It goes to the engine now, as ``request``; False where an order to end it came first."""
+    def activate(self, active: ActiveRequest, outputs: Outputs) -> bool:
+        """It goes to the engine now, as ``outputs.requests``; False where an order to end it came first."""
         with self.lock:
             if active.end is not None:
                 return False
-            active.request, active.transcript = request, transcript
+            active.outputs = outputs
             self._by_id[active.id] = active
+            self._by_request.update(dict.fromkeys(outputs.requests, active))
             return True
 
     def adopt(self, newcomer: ActiveRequest) -> bool:
@@ -136,10 +150,11 @@ class Registry:
         """
         with self.lock:
             elder = self._by_id.get(newcomer.id)
-            if elder is None or elder is newcomer or elder.request is None or elder.outcome is not None:
+            if elder is None or elder is newcomer or elder.outputs is None or elder.outcome is not None:
                 return False
             self._by_entry.pop((elder.delivery.tier, elder.delivery.entry.id), None)
             elder.delivery = newcomer.delivery
+            elder.streamed = elder.streamed or newcomer.streamed
             self._by_entry[newcomer.delivery.tier, newcomer.delivery.entry.id] = elder
             return True
 

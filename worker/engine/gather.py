@@ -29,6 +29,16 @@ class Gather:
         """Whether all have ended."""
         return len(self._endings) == len(self.requests)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt that all share."""
+        first = self.requests[0]
+        return first.score_start if first.kind == "score" else first.num_prompt_tokens
+
+    def has(self, request: Request) -> bool:
+        """Whether one has ended."""
+        return request.id in self._endings
+
     def put(self, request: Request, ending: Ending) -> bool:
         """Note how one ended: its `Choice`, its score, or its embedding. Returns whether it was the last."""
         assert request in self.requests, f"{request.id} is no part of {self.request_id}"
@@ -50,9 +60,9 @@ class Gather:
         first = self.requests[0]
         if first.kind == "score":
             completion = sum(request.num_prompt_tokens - request.score_start for request in self.requests)
-            return Usage(first.score_start, completion, first.num_cached_tokens)
-        completion = sum(len(ending.token_ids) for ending in self._endings.values() if isinstance(ending, Choice))
-        return Usage(first.num_prompt_tokens, completion, first.num_cached_tokens)
+        else:
+            completion = sum(len(ending.token_ids) for ending in self._endings.values() if isinstance(ending, Choice))
+        return Usage(self.num_prompt_tokens, completion, first.num_cached_tokens)
 
 
 def _output_fields(endings: Sequence[Ending]) -> dict[str, Any]:

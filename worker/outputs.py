@@ -1,0 +1,97 @@
+"""What an engine makes of one wire request: one output, or several that share its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from producer.wire import Choice, Chunk
+from worker.engine.gather import Ending, Gather
+from worker.engine.request import Request, StepOutput
+from worker.engine_api import Detokenizer
+from worker.transcript import Transcript
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """What one engine request has brought so far.
+
+    Attributes:
+        last_token_s: monotonic; None before the first token of this attempt.
+    """
+
+    transcript: Transcript
+    last_token_s: float | None = None
+
+
+class Outputs:
+    """The outputs of one wire request; used by one thread at a time.
+
+    A single output is published as it grows, and a later attempt goes on from what stands published. Several are not: the
+    final reply alone holds them, and a later attempt makes them anew, which gives the same text, their seeds being the same.
+
+    Args:
+        requests: as `InputProcessor.prepare_all` makes them, in the order of the reply.
+    """
+
+    def __init__(self, request_id: str, requests: Sequence[Request], make_detokenizer: Callable[[Request], Detokenizer]) -> None:
+        self.gather = Gather(request_id, requests)
+        self._outputs = {request: Output(_transcript(request, make_detokenizer)) for request in requests}
+
+    @property
+    def requests(self) -> list[Request]:
+        return self.gather.requests
+
+    @property
+    def single(self) -> bool:
+        return len(self._outputs) == 1
+
+    @property
+    def first(self) -> Transcript:
+        """The first one's text and tokens: what is published of a single one, and what an error brings as partial output."""
+        return self.of(self.requests[0]).transcript
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated in all."""
+        return sum(len(output.transcript.token_ids) for output in self._outputs.values())
+
+    def of(self, request: Request) -> Output:
+        return self._outputs[request]
+
+    def resume(self, chunks: Sequence[Chunk]) -> None:
+        """Start from what earlier attempts published."""
+        if not self.single:
+            return
+        (request,), transcript = self.requests, self.first
+        transcript.resume(chunks)
+        request.output_token_ids = list(transcript.token_ids)
+        request.logprobs = list(transcript.logprobs or ())
+
+    def push(self, step: StepOutput) -> bool:
+        """Add what a step did for one of them.
+
+        Returns whether that one has ended with success, be it by a stop string that the engine knows nothing of.
+        """
+        transcript = self.of(step.request).transcript
+        stopped_by = transcript.push(step.token_ids, step.logprobs, finished=step.finished)
+        ending = self._ending(step, transcript, stopped_by) if step.error_code is None else None
+        if ending is not None:
+            self.gather.put(step.request, ending)
+        return ending is not None
+
+    def _ending(self, step: StepOutput, transcript: Transcript, stopped_by: str | None) -> Ending | None:
+        if step.score is not None:
+            return step.score
+        if step.embedding is not None:
+            return step.embedding
+        finish_reason = step.finish_reason if stopped_by is None else "stop"
+        if finish_reason is None:
+            return None
+        stop_reason = step.stop_reason if stopped_by is None else stopped_by
+        index = self.gather.index(step.request)
+        return Choice(index, transcript.text, transcript.token_ids, finish_reason, stop_reason, transcript.logprobs)
+
+
+def _transcript(request: Request, make_detokenizer: Callable[[Request], Detokenizer]) -> Transcript:
+    return Transcript(make_detokenizer(request), logprobs=request.params.logprobs is not None)
