@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from producer.errors import ModelUnavailable
+from worker.engine import kv_cache
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.config import EngineConfig
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes
@@ -101,6 +105,18 @@ def test_number_of_blocks(settings: dict[str, int], free_bytes: int, device: str
 def test_no_room_for_a_block_is_an_error_that_names_the_sizes() -> None:
     with pytest.raises(ModelUnavailable, match=r"999 bytes .* 1000 bytes"):
         choose_num_blocks(EngineConfig(kv_memory_bytes=999), 1000, GIB, CPU, 100)
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", sys.maxsize), ("5000", 5000 - 3000 + 700), ("2000", 0)])
+def test_a_containers_limit_counts(limit: str, left: int, tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 700\n")
+    assert kv_cache._left_in_container_bytes(tmp_path) == left
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert kv_cache._left_in_container_bytes(tmp_path) == sys.maxsize
 
 
 def test_free_memory_is_less_than_there_is() -> None:
