@@ -14,7 +14,6 @@ import structlog
 from producer import __version__
 from producer.errors import Cancelled, DeadlineExceeded
 from worker.core import Core
-from worker.output import Lost
 from worker.stream.control import Control, Order
 from worker.stream.heartbeat import Heartbeat
 from worker.stream.ledger import Ledger
@@ -136,7 +135,7 @@ class Keeper:
         self._metrics.lease_renewed(len(held) - len(lost))
         for active in held:
             if id(active.delivery) in lost:
-                self._publisher.put(Lost(active))
+                self._publisher.lose(active)
 
     def _show_queue(self) -> None:
         for tier in self._heartbeat.tiers():
