@@ -139,12 +139,13 @@ def paged_attention_kernel(
     if HAS_PREFILL:
         if item < num_prefill_items:
             BLOCK_Q: tl.constexpr = SHAPE.prefill_rows // SHAPE.group
-            number = item // prefill_splits
+            last_first = num_prefill_items - 1 - item  # a chunk's last tiles see the most keys: they begin first
+            number = last_first // prefill_splits
             seq = _find_sequence(query_start_loc, number, num_decodes, num_seqs, BLOCK_Q)
             first_token = tl.load(query_start_loc + seq) - tl.load(query_start_loc + num_decodes)
             tile = number - (first_token // BLOCK_Q + seq - num_decodes)
             base = num_decodes * decode_splits + first_token * prefill_splits
-            place = (seq, tile, item % prefill_splits, prefill_splits, base)
+            place = (seq, tile, last_first % prefill_splits, prefill_splits, base)
             _attend_tile(queries, caches, results, sinks, batch, scoring, place, SHAPE, SHAPE.prefill_rows, True)
     if item >= num_prefill_items:
         item -= num_prefill_items
@@ -240,10 +241,11 @@ def _add_keys(
     scale, softcap, window = scoring
     n = first_key + tl.arange(0, SHAPE.keys)
     k, v = _load_tile(n, limits, table, kv_head, caches, SHAPE, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SHAPE.softcap:  # softcap * tanh(scores / softcap); the exponential overflows to the right limits
-        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E) / softcap)))
-    scores *= LOG2_E
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SHAPE.softcap:  # softcap * tanh(scores * scale / softcap); the exponential overflows to the right limits
+        scores = softcap * LOG2_E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap))))
+    else:
+        scores *= scale * LOG2_E
     if MASKED:
         seen = n[None, :] <= positions[:, None]
         if SHAPE.window:
