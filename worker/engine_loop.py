@@ -6,18 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import structlog
-
 from producer.errors import HeadraceError
 from producer.keys import TIERS, Tier
 from worker.engine.request import Request, StepOutput
 from worker.engine.scheduler import SchedulerStats
 from worker.engine_api import EngineLike, StepSample
+from worker.guard import Guard
 from worker.health import Progress
 
 IDLE_S = 1.0  # how long an idle engine sleeps when nothing wakes it
-
-log = structlog.get_logger("headrace.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +36,22 @@ class EngineLoop:
         load: makes the engine; called in the thread, so that the thread owns the device from the first moment on.
         stall_s: how long a turn of the loop may take before the engine counts as wedged.
         on_step: called after each step, in the thread; must not block.
-        on_end: called when the thread ends, for whatever reason.
-
-    Attributes:
-        failure: what ended the thread, if it did not end as told.
     """
 
-    def __init__(self, load: Callable[[], EngineLike], *, stall_s: float, on_step: OnStep, on_end: Callable[[], None]) -> None:
+    def __init__(self, load: Callable[[], EngineLike], guard: Guard, *, stall_s: float, on_step: OnStep) -> None:
         self.progress = Progress(stall_s)
-        self.failure: BaseException | None = None
         self.stats = SchedulerStats()
         self.num_tokens = 0
         self._load = load
         self._emit: Emit = _ignore
         self._on_step = on_step
-        self._on_end = on_end
         self._engine: EngineLike | None = None
         self._ready = threading.Event()
         self._turned = threading.Condition()
         self._inbox: list[Sequence[Request] | str] = []  # arrivals, and ids to abort, in the order they were given
         self._room: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = guard.thread("engine", self._run)
 
     @property
     def engine(self) -> EngineLike:
@@ -125,12 +116,9 @@ class EngineLoop:
             self._ready.set()
             while self._turn(engine):
                 pass
-        except BaseException as error:  # whatever it is, the requests have to be handed back
-            log.exception("engine failed")
-            self.failure = error
+        except BaseException as error:
             self.progress.fail(f"{type(error).__name__}: {error}")
-        finally:
-            self._on_end()
+            raise
 
     def _turn(self, engine: EngineLike) -> bool:
         for item in self._take(wait=not engine.has_work()):

@@ -18,6 +18,7 @@ from producer.validate import fail
 from producer.wire import Chunk, GenerateRequest
 from worker.core import Core
 from worker.engine.request import Request
+from worker.guard import described
 from worker.outputs import Outputs
 from worker.registry import ActiveRequest, Start
 from worker.routing import tier_of
@@ -58,7 +59,7 @@ class Intake:
         self._unbegun: list[ActiveRequest] = []
         self._suspects: list[ActiveRequest] = []
         self._alone: ActiveRequest | None = None
-        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+        self._thread = core.guard.thread("intake", self._run)
 
     def start(self) -> None:
         self._thread.start()
@@ -178,8 +179,8 @@ class Intake:
             self._hand_over(active, chunks)
         except HeadraceError as error:
             self._publisher.end(active, error)
-        except Exception:  # a fault of ours with this one request must not cost the others
-            log.exception("request could not be prepared", id=active.id)
+        except Exception as error:  # a fault of ours with this one request must not cost the others
+            log.error("request could not be prepared", id=active.id, **described(error))
             self._publisher.end(active, InternalError("the request could not be prepared"))
 
     def _hand_over(self, active: ActiveRequest, chunks: list[Chunk]) -> None:
@@ -226,7 +227,7 @@ class Intake:
         self._suspects = [active for active in self._suspects if self._held(active) and active.end is None]
         if not self._suspects:
             return False
-        if any(active.outputs is not None for active in self._registry.all()):
+        if self._registry.running:
             self._registry.await_change(WAIT_S)
             return True
         self._begin(self._suspects[:1], alone=True)

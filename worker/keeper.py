@@ -60,7 +60,7 @@ class Keeper:
         self._reap_at_s = time.monotonic() + config.lease_s
         self._since_s = time.monotonic()
         self._rate = Rate()
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = core.guard.thread("keeper", self._run)
 
     def start(self) -> None:
         self._thread.start()

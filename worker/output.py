@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from producer.errors import HeadraceError, error_from_code
+from producer.errors import HeadraceError, InternalError, error_from_code
 from producer.wire import Result
 from worker.config import WorkerConfig
 from worker.ending import log_end, result_of, sample_of
 from worker.engine.request import StepOutput
 from worker.engine_loop import EngineLoop, Refusal
+from worker.guard import Guard, described
 from worker.metrics import WorkerMetrics
 from worker.outputs import Output
 from worker.registry import ActiveRequest, Registry
@@ -48,6 +49,7 @@ class Publisher:
     def __init__(
         self,
         config: WorkerConfig,
+        guard: Guard,
         ledger: Ledger,
         registry: Registry,
         loop: EngineLoop,
@@ -66,7 +68,7 @@ class Publisher:
         self._ending: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
         self._unpublished: dict[ActiveRequest, None] = {}
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread = guard.thread("publisher", self._run)
 
     def start(self) -> None:
         self._thread.start()
@@ -148,7 +150,15 @@ class Publisher:
             for output in event:
                 active = self._registry.of(output.request)
                 if active is not None and active.outcome is None:
-                    self._take(active, output, now_s)
+                    self._take_guarded(active, output, now_s)
+
+    def _take_guarded(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
+        try:
+            self._take(active, output, now_s)
+        except Exception as error:  # a fault of ours with this one request must not cost the others
+            log.error("output could not be taken", id=active.id, **described(error))
+            self._abort(active)
+            self._conclude(active, InternalError("the output could not be turned into a reply"))
 
     def _take(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
         outputs = active.outputs

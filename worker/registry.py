@@ -97,6 +97,11 @@ class Registry:
     def __len__(self) -> int:
         return len(self._by_entry)
 
+    @property
+    def running(self) -> bool:
+        """Whether any is in the engine, or ended and not yet answered."""
+        return any(active.outputs is not None or active.outcome is not None for active in self.all())
+
     def knows(self, tier: Tier, entry_id: str) -> bool:
         with self.lock:
             return (tier, entry_id) in self._by_entry

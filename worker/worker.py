@@ -10,9 +10,9 @@ Four threads, each with a connection of its own and each the owner of what it wo
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import structlog
 
@@ -22,6 +22,7 @@ from worker.config import WorkerConfig
 from worker.core import Core
 from worker.engine_api import EngineLike, StepSample
 from worker.engine_loop import EngineLoop
+from worker.guard import Guard, described
 from worker.intake import Intake
 from worker.keeper import Keeper
 from worker.metrics import WorkerMetrics
@@ -64,16 +65,17 @@ class Worker:
         self.config = config
         self.registry = Registry()
         self._on_step = on_step
-        self.loop = EngineLoop(load_engine, stall_s=config.lease_s, on_step=self._count_step, on_end=self._wake)
+        self._guard = Guard(on_end=self._wake)
+        self.loop = EngineLoop(load_engine, self._guard, stall_s=config.lease_s, on_step=self._count_step)
         self._keys = Keys(config.queue)
         self._client = connect(config.redis_url, socket_timeout=config.socket_timeout_s, socket_connect_timeout=config.socket_timeout_s)
         self._stops_asked = 0
         self._draining = False
-        self._changed = threading.Event()
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, safe to use in a signal handler
         outage = Outage()
         self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
-        self._publisher = Publisher(config, self._ledger(), self.registry, self.loop, outage, self._metrics)
-        core = Core(config, self.registry, self.loop, self._publisher, outage, self._metrics)
+        self._publisher = Publisher(config, self._guard, self._ledger(), self.registry, self.loop, outage, self._metrics)
+        core = Core(config, self._guard, self.registry, self.loop, self._publisher, outage, self._metrics)
         self._intake = Intake(core, Consumer(self._client, self._keys, config.name, config.lease_s), self._ledger())
         self._heartbeat = Heartbeat(self._client, self._keys, config.name, BEATS_MISSED * max(1.0, config.lease_s / 3))
         control = Control(self._client, self._keys)
@@ -82,7 +84,7 @@ class Worker:
     @property
     def state(self) -> str:
         """``starting``, ``running``, ``draining`` (it reads no more), ``wedged`` or ``failed``."""
-        if self.loop.failure is not None:
+        if self._guard.failure is not None:
             return "failed"
         if self._draining:
             return "draining"
@@ -96,10 +98,10 @@ class Worker:
         self._wake()
 
     def run(self) -> int:
-        """Serve until told to stop, or until the engine fails.
+        """Serve until told to stop, or until the engine or another thread fails.
 
         Returns:
-            The process's exit code: 0 after a drain, 1 where the engine failed (all requests were handed back).
+            The process's exit code: 0 after a drain, 1 after a failure (all requests were handed back).
         """
         log.info("worker starting", name=self.config.name, queue=self.config.queue, redis=redact(self.config.redis_url))
         self._keeper.start()
@@ -108,7 +110,7 @@ class Worker:
         self._serve()
         self._drain()
         self._end()
-        failure = self.loop.failure
+        failure = self._guard.failure
         log.info("worker ended", requests_done=self._publisher.requests_done, failure=type(failure).__name__ if failure else None)
         return 0 if failure is None else 1
 
@@ -122,8 +124,7 @@ class Worker:
             log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name)
             self._intake.start()
         while not self._over():
-            self._changed.wait()
-            self._changed.clear()
+            self._wakes.get()
 
     def _count_step(self, step: StepSample) -> None:
         self._metrics.step(seconds=step.seconds, idle_seconds=step.idle_seconds, batch_size=step.batch_size, num_tokens=step.num_tokens)
@@ -131,10 +132,10 @@ class Worker:
             self._on_step(step)
 
     def _wake(self) -> None:
-        self._changed.set()
+        self._wakes.put(None)
 
     def _over(self) -> bool:
-        return self._stops_asked > 0 or self.loop.failure is not None
+        return self._stops_asked > 0 or self._guard.failure is not None
 
     def _await(self, condition: Callable[[], bool]) -> None:
         while not (condition() or self._over()):
@@ -146,19 +147,21 @@ class Worker:
         self._draining = True
         self._keeper.beat_soon()
         deadline_s = time.monotonic() + self.config.drain_s
-        while len(self.registry) and self._stops_asked == 1 and self.loop.failure is None and time.monotonic() < deadline_s:
+        while self._stops_asked == 1 and self._guard.failure is None and self.registry.running and time.monotonic() < deadline_s:
             self.registry.await_change(0.1)
 
     def _end(self) -> None:
         if not self.loop.stop(ENGINE_STOP_S):
             log.warning("the engine is in a step and is left behind")
         self._keeper.stop()  # a lease renewed after it was handed back would be ours again
-        self._publisher.hand_back(crashed=self.loop.failure is not None)
         try:
+            self._publisher.hand_back(crashed=self._guard.failure is not None)
             self._heartbeat.stop()
             self._ledger().reap([self.config.name])
         except TROUBLE as error:
             log.warning("heartbeat left to expire", error=type(error).__name__)
+        except Exception as error:  # what made the publisher fail may do so again; leases will lapse
+            log.error("requests could not be handed back", **described(error))
         self._client.close()
 
     def _ledger(self) -> Ledger:

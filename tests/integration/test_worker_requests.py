@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,9 +12,11 @@ import structlog
 from producer import Client, Handle, Result
 from producer.codec import decode_error, decode_frame, decode_result
 from producer.errors import BatchFailed, Cancelled, ContextLengthExceeded, DeadlineExceeded, HeadraceError, InvalidRequest, WaitTimeout
-from tests.fakes import FAIL, FakeEngine, expected_text, expected_tokens, next_token
+from tests.fakes import FAIL, FakeDelta, FakeDetokenizer, FakeEngine, expected_text, expected_tokens, next_token
 from tests.servers import Server
-from tests.workers import QueueView, eventually, worker_thread
+from tests.workers import QueueView, eventually, idle, worker_thread
+from worker.config import WorkerConfig
+from worker.engine.request import Request
 from worker.worker import Worker
 
 
@@ -39,11 +41,6 @@ def engine() -> FakeEngine:
 def worker(server: Server, queue: str, engine: FakeEngine) -> Iterator[Worker]:
     with worker_thread(server.url, queue, engine) as worker:
         yield worker
-
-
-def idle(worker: Worker) -> bool:
-    stats = worker.loop.stats
-    return len(worker.registry) == 0 and stats.used_blocks == 0 and stats.waiting_realtime == 0
 
 
 def outcome(handle: Handle) -> str:
@@ -325,3 +322,39 @@ def test_log_has_one_line_a_request_and_no_user_text(client: Client, worker: Wor
     }
     assert "private" not in str(lines)
     assert text not in str(lines)
+
+
+def test_output_that_cannot_be_turned_into_a_reply_costs_its_request_alone(client: Client, worker: Worker, engine: FakeEngine) -> None:
+    make = engine.make_detokenizer
+
+    def broken(request: Request) -> FakeDetokenizer:
+        return Broken(request.params) if request.num_prompt_tokens == 3 else make(request)
+
+    engine.make_detokenizer = broken  # type: ignore[method-assign]  # a detokeniser's bug
+    neighbour = client.submit("neighbour", max_tokens=50)
+    with pytest.raises(HeadraceError) as caught:
+        client.submit_and_wait("bad", max_tokens=50, timeout=30)
+    assert caught.value.code == "INTERNAL"
+    assert neighbour.result(timeout=30).token_ids == expected_tokens("neighbour", 50)
+    eventually(lambda: idle(worker), "idle")
+
+
+class Broken(FakeDetokenizer):
+    def push(self, token_ids: Sequence[int], finished: bool) -> FakeDelta:
+        raise ZeroDivisionError(len(token_ids), finished)
+
+
+def test_failure_of_any_thread_hands_everything_back_and_ends_the_worker(server: Server, queue: str, client: Client) -> None:
+    config = WorkerConfig(redis_url=server.url, queue=queue, lease_s=60.0)
+    failing = Worker(config, lambda: FakeEngine(step_s=0.01))
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(failing.run()))
+    thread.start()
+    handle = client.submit("hello", max_tokens=100)
+    eventually(lambda: failing.loop.num_tokens > 5, "running")
+    failing.registry.next_deadline_s = lambda: 1 / 0  # type: ignore[method-assign]  # a bug in the keeper's thread
+    thread.join(30)
+    assert codes == [1]
+    with worker_thread(server.url, queue, lease_s=60.0):
+        result = handle.result(timeout=30)
+    assert (result.token_ids, result.attempt) == (expected_tokens("hello", 100), 2)

@@ -1,0 +1,41 @@
+"""Threads that a worker cannot do without: when one fails, the worker hands everything back and ends."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+
+import structlog
+
+log = structlog.get_logger("headrace.worker")
+
+
+class Guard:
+    """Makes threads, and remembers the first failure of any of them.
+
+    Args:
+        on_end: called whenever one of them ends, for whatever reason.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self.failure: BaseException | None = None
+        self._on_end = on_end
+
+    def thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        """A thread that is not started yet; it does not keep the process alive."""
+        return threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # whatever it is, the requests have to be handed back
+            log.critical("thread failed", thread=threading.current_thread().name, **described(error))
+            self.failure = self.failure or error
+        finally:
+            self._on_end()
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """An exception for the log: its type and where it was raised, but not its text, which may hold a user's."""
+    return {"error": type(error).__name__, "traceback": "".join(traceback.format_tb(error.__traceback__))}
