@@ -257,6 +257,23 @@ def test_worker_may_not(guarded: Guarded, command: tuple[str, ...]) -> None:
         worker.execute_command(*command)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("FLUSHALL",),
+        ("KEYS", "rq:*"),
+        ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", "headrace:{q}:batch", ">"),
+        ("DEL", "headrace:{q}:batch"),
+        ("SET", "elsewhere", "1"),
+        ("PUBLISH", "elsewhere", "x"),
+    ],
+    ids=" ".join,
+)
+def test_bulk_may_not(guarded: Guarded, command: tuple[str, ...]) -> None:
+    with guarded.client("bulk") as bulk, pytest.raises(redis.exceptions.NoPermissionError):
+        bulk.execute_command(*command)
+
+
 def test_user_without_a_password_stays_locked(tmp_path: Path) -> None:
     with started("valkey", tmp_path, operator="") as server:
         with connect(f"redis://operator:@127.0.0.1:{server.port}") as client, pytest.raises(redis.AuthenticationError):
