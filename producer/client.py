@@ -151,6 +151,8 @@ class Handle(HandleCore):
     def stream(self, timeout: float | None = None) -> Iterator[Chunk]:
         """Iterate over the answer as it is generated; the chunks joined are the final text. Raises what `result` does.
 
+        With ``n`` > 1 there is one chunk, at the end: the first output; scores and embeddings have none.
+
         Args:
             timeout: seconds until the answer must be complete.
         """

@@ -27,7 +27,8 @@ class CommonOptions(TypedDict, total=False):
         id: 1-128 characters of ``[A-Za-z0-9._-]``; None makes a UUIDv7. A known id is not run again.
         deadline_s: seconds from now, on Redis's clock, after which the request fails with `DeadlineExceeded`.
         source, user, task: labels of the caller's own.
-        stream: have a frame published every step from the first; `Handle.stream` asks for that where it is missing.
+        stream: have a frame published every step from the first; `Handle.stream` asks for that where it is missing. Refused with
+            ``n`` > 1, whose outputs come with the final reply alone.
         durable: return only when the request is on Redis's disk (WAITAOF; Redis 7.2 with ``appendonly yes``).
     """
 

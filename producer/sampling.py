@@ -40,7 +40,7 @@ class SamplingParams:
         stop_token_ids: token ids that end the output, besides the model's EOS.
         logprobs: return this many top log-probabilities a token, besides the chosen one's.
         ignore_eos: go on after the model's EOS.
-        n: how many independent outputs.
+        n: how many independent outputs of one prompt, in `Result.choices`; each has a seed of its own, derived from ``seed``.
         response_format: OpenAI's ``{"type": "json_schema", "json_schema": {"schema": {...}}}`` or ``{"type": "json_object"}``,
             and ``{"type": "regex", "regex": "..."}``, ``{"type": "choice", "choices": [...]}``.
     """

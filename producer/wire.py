@@ -33,7 +33,7 @@ class GenerateRequest:
         id: the producer's id, 1-128 characters of ``[A-Za-z0-9._-]``.
         tier: the stream it is put on.
         kind: ``generate`` text, ``score`` continuations, or ``embed`` the prompt.
-        stream: publish a frame every step; otherwise tokens are only checkpointed now and then.
+        stream: publish a frame every step; otherwise tokens are only checkpointed now and then. For a single text alone.
         continuations: with ``score``, the texts whose log-probability after the prompt is wanted.
         enqueued_ms, deadline_ms: absolute, Redis ``TIME`` in milliseconds.
         source, user, task: the caller's labels, for routing, fairness and logs.
@@ -59,9 +59,9 @@ class GenerateRequest:
         check_tier(self.tier)
         if self.kind not in KINDS:
             raise validate.fail("kind", f"one of {', '.join(KINDS)}")
-        validate.boolean("stream", self.stream)
         _check_prompt(self)
         _check_continuations(self)
+        _check_outputs(self)
         for name in ("enqueued_ms", "deadline_ms"):
             value = getattr(self, name)
             if value is not None:
@@ -107,6 +107,13 @@ def _check_continuations(request: GenerateRequest) -> None:
         raise validate.fail("continuations", "a non-empty list")
     for i, item in enumerate(items):
         validate.text(f"continuations[{i}]", item, MAX_PROMPT_BYTES)
+
+
+def _check_outputs(request: GenerateRequest) -> None:
+    if request.kind != "generate" and request.params.n != 1:
+        raise validate.fail("n", "1 unless kind is generate")
+    if validate.boolean("stream", request.stream) and (request.kind != "generate" or request.params.n != 1):
+        raise validate.fail("stream", "false unless there is one output of text (kind generate, n 1)")
 
 
 @dataclass(frozen=True, slots=True)

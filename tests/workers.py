@@ -50,6 +50,12 @@ def worker_thread(url: str, queue: str, engine: FakeEngine | None = None, **conf
     assert codes == [0], "the worker ends in order"
 
 
+def idle(worker: Worker) -> bool:
+    """It holds no request, and nothing is left in its engine."""
+    stats = worker.loop.stats
+    return len(worker.registry) == 0 and stats.used_blocks == 0 and stats.waiting_realtime == 0
+
+
 class WorkerProcess:
     """A worker process with the fake engine (see `tests.fakes` for ``options``), or with ``module`` another."""
 

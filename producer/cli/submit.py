@@ -39,6 +39,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("presence-penalty", float, "Subtracted once from logits of tokens generated."),
     ("frequency-penalty", float, "Subtracted per occurrence."),
     ("seed", int, "Same seed, same answer."),
+    ("n", int, "With --json: so many independent answers, in choices."),
     ("logprobs", int, "With --json: log-probabilities of so many likeliest tokens."),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +105,20 @@ millis = st.none() | st.integers(0, 2**63 - 1)
 
 @st.composite
 def requests(draw: st.DrawFn) -> GenerateRequest:
+    prompt, sampling = draw(prompts), draw(params)
+    if "kind" in prompt:
+        sampling = replace(sampling, n=1)
     return GenerateRequest(
         id=draw(names),
         tier=draw(st.sampled_from(("realtime", "batch"))),
-        params=draw(params),
-        stream=draw(st.booleans()),
+        params=sampling,
+        stream="kind" not in prompt and sampling.n == 1 and draw(st.booleans()),
         enqueued_ms=draw(millis),
         deadline_ms=draw(millis),
         source=draw(texts),
         user=draw(texts),
         task=draw(texts),
-        **draw(prompts),
+        **prompt,
     )
 
 

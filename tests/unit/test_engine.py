@@ -329,6 +329,16 @@ def test_scores_are_the_models_log_likelihoods() -> None:
             assert total < 90 + 3 + 70 + 2 + 3 * 16
 
 
+@pytest.mark.parametrize("prompt", ["x" * 5, "x" * 40], ids=["at once", "behind the first"])
+def test_a_continuation_that_can_never_fit_has_none_of_its_request_begin(prompt: str) -> None:
+    engine = tiny_engine(num_blocks=4)
+    requests = engine.inputs.prepare_all(wanted(prompt=prompt, kind="score", continuations=["a", "b" * 60]))
+    with pytest.raises(ContextLengthExceeded):
+        engine.add_all(requests)
+    assert not engine.has_work()
+    assert run(engine, [request("fine", [1] * 50, 10)])["fine"][-1].finish_reason == "length"
+
+
 def test_an_embedding_is_the_mean_of_the_last_hidden_states_at_length_one() -> None:
     prompt = prompts(1, seed=3, longest=1)[0] * 70
     with torch.inference_mode():

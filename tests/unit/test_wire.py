@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from producer.errors import InvalidRequest
+from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest, Usage
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -32,6 +33,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "kind": "chat"}, "kind"),
     ({"prompt": "a", "kind": ["score"]}, "kind"),
     ({"prompt": "a", "stream": 1}, "stream"),
+    ({"prompt": "a", "stream": True, "params": SamplingParams(n=2)}, "stream"),
+    ({"prompt": "a", "stream": True, "kind": "embed"}, "stream"),
+    ({"prompt": "a", "stream": True, "kind": "score", "continuations": ["b"]}, "stream"),
+    ({"prompt": "a", "kind": "embed", "params": SamplingParams(n=2)}, "n"),
     ({"prompt": "a", "continuations": ["b"]}, "continuations"),
     ({"prompt": "a", "kind": "score"}, "continuations"),
     ({"prompt": "a", "kind": "score", "continuations": []}, "continuations"),

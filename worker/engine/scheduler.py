@@ -113,7 +113,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a request wait for its first step. Raises `ContextLengthExceeded` where it can never fit."""
         assert request.status is RequestStatus.WAITING
-        self._check_fits(request)
+        self.check_fits(request)
         if not len(self._queues):
             self._filling_since_s = self._clock()
         self._num_added += 1
@@ -121,6 +121,20 @@ class Scheduler:
         request.max_blocks = self._blocks.blocks_for(request.max_total_tokens)
         self._queues.of(request).push(request)
         self._admission.note_arrival(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises `ContextLengthExceeded` where a request can never fit the context or the KV cache."""
+        capacity = self._blocks.pool.num_blocks * self._block_size
+        for needed, limit, what in (
+            (request.num_prompt_tokens + request.max_tokens, self.max_model_len, "context"),
+            (request.max_total_tokens, capacity, "KV cache"),
+        ):
+            if needed > limit:
+                message = (
+                    f"prompt ({request.num_prompt_tokens} tokens) plus max_tokens ({request.max_tokens}) "
+                    f"exceeds the {what} of {limit} tokens"
+                )
+                raise ContextLengthExceeded(message, request_id=request.id, field="max_tokens")
 
     def fork(self, parent: Request, child: Request) -> None:
         """Take in another output of the parent's prompt (``n`` > 1), which shares the prompt's full computed blocks.
@@ -215,19 +229,6 @@ class Scheduler:
             allocated_slots=slots,
             wasted_slots=slots - sum(request.num_computed_tokens for request in self._running),
         )
-
-    def _check_fits(self, request: Request) -> None:
-        capacity = self._blocks.pool.num_blocks * self._block_size
-        for needed, limit, what in (
-            (request.num_prompt_tokens + request.max_tokens, self.max_model_len, "context"),
-            (request.max_total_tokens, capacity, "KV cache"),
-        ):
-            if needed > limit:
-                message = (
-                    f"prompt ({request.num_prompt_tokens} tokens) plus max_tokens ({request.max_tokens}) "
-                    f"exceeds the {what} of {limit} tokens"
-                )
-                raise ContextLengthExceeded(message, request_id=request.id, field="max_tokens")
 
     def _plan_decodes(self, step: Step) -> list[Request]:
         """Plan every decode, making room for those that need a block; returns the running requests that owe more."""

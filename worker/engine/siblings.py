@@ -21,6 +21,8 @@ class Siblings:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Let requests of one prompt begin. Raises `ContextLengthExceeded` as the scheduler does; then none has begun."""
+        for request in requests:  # continuations differ in length
+            self._scheduler.check_fits(request)
         first, *others = requests
         self._scheduler.add(first)
         if self._worth_waiting(first):
