@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from producer.client import Client
+from producer.load.stats import percentile
 from producer.wire import Result
-from worker.bench.records import percentile
 from worker.embedded import embedded_queue
 
 # A question and the most tokens of its answer: short beside long, so that some leave while others go on.

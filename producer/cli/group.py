@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "cancel": ("producer.cli.cancel:cancel", "Cancel requests, queued or running."),
     "dead": ("producer.cli.dead:dead", "List, show, replay and purge dead letters."),
     "demo": ("worker.cli:demo", "Embedded server, worker, model and callers, on this machine."),
+    "load": ("producer.load.cli:load", "Load tests of a running queue, and traces of its requests."),
     "size": ("worker.cli_size:size", "Say what fits on a device, before there is one."),
     "status": ("producer.cli.status:status", "Show queues and workers."),
     "submit": ("producer.cli.submit:submit", "Submit prompts and print the answers."),

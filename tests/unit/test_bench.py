@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from producer.load.stats import RequestRecord, percentile
 from worker.bench import report, workloads
 from worker.bench.drivers.loop import drive
-from worker.bench.records import RequestRecord, Run, percentile
+from worker.bench.records import Run
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Literal
 from producer.codec import encode_body, encode_chunk, encode_error, encode_result, encoding_of, request_id_of
 from producer.errors import Cancelled, HeadraceError, Poisoned
 from producer.keys import Tier
-from producer.wire import Chunk, Encoding, Result
+from producer.wire import Chunk, Encoding, Result, Usage
 from worker.stream.consumer import Entry
 
 Status = Literal["done", "failed", "cancelled"]
@@ -32,6 +32,7 @@ class Settlement:
     Attributes:
         tail: the last tokens' frame of a request that somebody streams, written with the final one.
         dead_letter: the reason, where the request is put among the dead letters as well.
+        usage: how many tokens it took, where it succeeded; kept in its state.
     """
 
     delivery: Delivery
@@ -41,6 +42,7 @@ class Settlement:
     code: str = ""
     tail: TokensFrame | None = None
     dead_letter: str = ""
+    usage: Usage | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +88,7 @@ class Delivery:
 
     def finish(self, result: Result, tail: TokensFrame | None = None) -> Settlement:
         """It succeeded."""
-        return Settlement(self, "final", encode_body(encode_result(result), self.encoding), "done", tail=tail)
+        return Settlement(self, "final", encode_body(encode_result(result), self.encoding), "done", tail=tail, usage=result.usage)
 
     def fail(self, error: HeadraceError) -> Settlement:
         """It failed, or was cancelled; one that was given up goes to the dead letters."""

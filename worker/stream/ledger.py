@@ -173,4 +173,6 @@ class Ledger:
         args += [settlement.type, settlement.body, settlement.status, settlement.code, self._reply_ttl_ms, self._state_ttl_ms]
         args += [tail.first, tail.after, tail.body] if tail is not None else ["", "", ""]
         keys = [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), self._keys.dead]
-        return load("finish"), keys, [*args, settlement.dead_letter]
+        usage = settlement.usage
+        args += [settlement.dead_letter, *((usage.prompt_tokens, usage.completion_tokens) if usage is not None else ("", ""))]
+        return load("finish"), keys, args

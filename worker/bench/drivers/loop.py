@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from worker.bench.records import RequestRecord, Run
+from producer.load.stats import RequestRecord
+from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 
 

@@ -6,8 +6,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from producer.client import Client
+from producer.load.stats import RequestRecord
 from worker.bench.drivers.loop import new_records, serve, settings
-from worker.bench.records import RequestRecord, Run
+from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 from worker.embedded import embedded_queue
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from producer.load.stats import RequestRecord
 from worker.bench.drivers.loop import in_batches, new_records, serve, settings
-from worker.bench.records import RequestRecord, Run
+from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 from worker.engine.config import EngineConfig
 from worker.engine.model_loader import load_model

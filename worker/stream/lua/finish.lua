@@ -3,7 +3,8 @@
 -- since then nobody else can.
 -- KEYS: the tier's stream, reply, state, dead letters
 -- ARGV: group, consumer, entry, tier, attempt, encoding, frame type, body, status, code, reply TTL ms, state TTL ms,
---       last tokens' frame: first token, first token after it, body (all '' where nobody streams), dead letter's message or ''
+--       last tokens' frame: first token, first token after it, body (all '' where nobody streams), dead letter's message or '',
+--       prompt tokens, completion tokens (both '' where it did not succeed)
 -- Returns: 'written', 'settled', 'lost' or 'behind'; the number of tokens that stand published
 local stream, reply, state, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local group, consumer, entry, tier, attempt, encoding = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -41,6 +42,9 @@ end
 redis.call('XADD', reply, '*', 'type', ARGV[7], 'attempt', attempt, encoding, ARGV[8])
 redis.call('PEXPIRE', reply, ARGV[11])
 redis.call('HSET', state, 'status', ARGV[9], 'code', ARGV[10], 'tier', tier, 'attempt', attempt, 'worker', consumer, 'finished_ms', now)
+if ARGV[17] ~= '' then
+  redis.call('HSET', state, 'prompt_tokens', ARGV[17], 'completion_tokens', ARGV[18])
+end
 redis.call('PEXPIRE', state, ARGV[12])
 take_off(stream, group, entry)
 return { 'written', published }

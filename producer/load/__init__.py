@@ -1,0 +1,1 @@
+"""Load tests against a running queue: ``headrace load``."""

@@ -1,0 +1,155 @@
+"""Streaming callers on one queue, in one event loop, who note down what they get and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+
+from producer.aio import AsyncClient, AsyncHandle
+from producer.errors import HeadraceError
+from producer.keys import Tier
+from producer.load.stats import RequestRecord, latency_figures
+
+SOURCE = "headrace-load"
+_WORDS = ("the", "mill", "stream", "turns", "a", "wheel", "and", "water", "runs", "over", "stone", "by", "night", "in", "old", "towns")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a request: about ``prompt_tokens`` in (a common word is a token with most tokenisers), ``output_tokens`` out."""
+
+    prompt_tokens: int
+    output_tokens: int
+    tier: Tier = "realtime"
+
+
+@dataclass(slots=True)
+class Call:
+    """One request as its caller saw it.
+
+    Attributes:
+        code: of the error that ended it; '' where it was answered in full.
+        attempt: which delivery answered it.
+    """
+
+    request_id: str
+    record: RequestRecord
+    code: str = ""
+    worker: str = ""
+    model: str = ""
+    attempt: int = 0
+
+
+class Callers:
+    """Makes calls; all times are told in seconds since it was made.
+
+    Args:
+        timeout_s: how long a call may take before it is given up and cancelled.
+        seed: of the prompts.
+
+    Attributes:
+        calls: all that were begun, in order.
+    """
+
+    def __init__(self, client: AsyncClient, *, timeout_s: float, seed: int = 0) -> None:
+        self.calls: list[Call] = []
+        self._client = client
+        self._timeout_s = timeout_s
+        self._random = random.Random(seed)
+        self._run = token_hex(4)
+        self._start_s = time.monotonic()
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    async def call(self, shape: Shape) -> Call:
+        """One request from its submission to its last token; errors are noted down, not raised."""
+        number = len(self.calls)
+        call = Call(f"load-{self._run}-{number}", RequestRecord(number, shape.prompt_tokens, self.now_s()))
+        self.calls.append(call)
+        try:
+            await self._make(call, shape)
+        except HeadraceError as error:
+            call.code, call.record.finished_s = error.code, self.now_s()
+            await self._give_up(call)
+        return call
+
+    async def _make(self, call: Call, shape: Shape) -> None:
+        handle = await self._client.submit(
+            prompt(self._random, shape.prompt_tokens),
+            id=call.request_id,
+            tier=shape.tier,
+            stream=True,
+            source=SOURCE,
+            temperature=0.0,
+            max_tokens=shape.output_tokens,
+            ignore_eos=True,
+        )
+        async for chunk in handle.stream(self._timeout_s):
+            call.record.add_tokens(len(chunk.token_ids), self.now_s())
+        await self._note_result(call, handle)
+
+    async def _note_result(self, call: Call, handle: AsyncHandle) -> None:
+        result = await handle.result(0.0)  # it has been read already
+        call.worker, call.model, call.attempt = result.worker, result.model, result.attempt
+        call.record.num_prompt_tokens = result.usage.prompt_tokens
+
+    async def _give_up(self, call: Call) -> None:
+        try:
+            await self._client.get(call.request_id).cancel()
+        except HeadraceError:
+            return  # what made the call fail
+
+    def for_s(self, seconds: float) -> Callable[[], bool]:
+        """Whether fewer than ``seconds`` have gone by, from now on."""
+        end_s = self.now_s() + seconds
+        return lambda: self.now_s() < end_s
+
+    async def closed_loop(self, shape: Shape, count: int, go_on: Callable[[], bool]) -> list[Call]:
+        """``count`` callers, each with one request after the other for as long as ``go_on`` says."""
+
+        async def caller() -> list[Call]:
+            made = [await self.call(shape)]
+            while go_on():
+                made.append(await self.call(shape))
+            return made
+
+        return [call for made in await asyncio.gather(*(caller() for _ in range(count))) for call in made]
+
+    async def open_loop(self, arrivals: Iterable[tuple[float, Shape]]) -> list[Call]:
+        """A request at each arrival (seconds from now), however many are still under way."""
+        base_s = self.now_s()
+
+        async def arrive(at_s: float, shape: Shape) -> Call:
+            await asyncio.sleep(max(0.0, base_s + at_s - self.now_s()))
+            return await self.call(shape)
+
+        return list(await asyncio.gather(*(arrive(at_s, shape) for at_s, shape in arrivals)))
+
+
+def prompt(rng: random.Random, num_words: int) -> str:
+    """About ``num_words`` tokens; the first ones differ from call to call, so that no prefix is shared."""
+    head = [str(rng.randrange(10**6)), rng.choice(_WORDS)]
+    return " ".join([*head, *(rng.choice(_WORDS) for _ in range(num_words - 2))][: max(1, num_words)])
+
+
+def answered(calls: Sequence[Call]) -> list[RequestRecord]:
+    """The records of the calls that were answered in full."""
+    return [call.record for call in calls if not call.code]
+
+
+def phase_figures(calls: Sequence[Call], start_s: float, seconds: float) -> dict[str, float]:
+    """Latencies of ``calls``, and throughput within the ``seconds`` from ``start_s``, so that the last ones' end does not dilute it."""
+    records, end_s = answered(calls), start_s + seconds
+    tokens = sum(start_s <= at_s < end_s for call in calls for at_s in call.record.token_times_s)
+    return {
+        "requests": len(calls),
+        "failed": sum(bool(call.code) for call in calls),
+        "requests_per_s": sum(record.finished_s < end_s for record in records) / seconds,
+        "output_tokens_per_s": tokens / seconds,
+        **latency_figures(records),
+    }
