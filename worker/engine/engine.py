@@ -73,8 +73,6 @@ class Engine:
         self._runner = ModelRunner(self._loaded, config)
         if loaded is None:  # one that was given may serve others too
             self._runner.free_unused_weights()
-        if self._runner.eager_because is not None:
-            log.warning("decode steps run without CUDA graphs", reason=self._runner.eager_because)
         self._scheduler = Scheduler(config, self._runner.num_blocks, self._runner.num_cpu_blocks, self._loaded.max_model_len)
         self.inputs = _make_inputs(self._loaded, config.seed)
         self._siblings = Siblings(self._scheduler)

@@ -52,6 +52,8 @@ class ModelRunner:
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        if loaded.device.type == "cuda":
+            torch.cuda.set_device(loaded.device)  # of this thread: Triton launches there, wherever the tensors lie
         self._loaded = loaded
         self._model: Any = loaded.model
         self._hidden: Tensor | None = None
