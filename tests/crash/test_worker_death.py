@@ -119,6 +119,21 @@ def test_streaming_caller_sees_neither_gap_nor_repeat(scene: Scene) -> None:
     assert scene.generated_twice() <= 2
 
 
+def test_several_outputs_are_made_anew_and_are_the_same(scene: Scene) -> None:
+    with scene.running_worker("--step-ms", 10, "--checkpoint-tokens", 5) as victim:
+        several = scene.client.submit("several", max_tokens=150, n=3)
+        eventually(lambda: f"{several.id}#2 20\n" in scene.trace.read_text(), "all under way")
+        victim.kill()
+        with scene.running_worker("--step-ms", 0):
+            result = several.result(timeout=60)
+    assert result.choices is not None
+    assert [choice.token_ids for choice in result.choices] == [expected_tokens("several", 150, i) for i in range(3)]
+    assert [choice.text for choice in result.choices] == [expected_text("several", 150, i) for i in range(3)]
+    assert result.attempt == 2
+    assert [frame[b"type"] for frame in scene.view.frames(several.id)] == [b"final"]
+    scene.view.assert_clean()
+
+
 def test_same_name_restarted_takes_up_its_own_at_once(scene: Scene) -> None:
     with scene.running_worker("--name", "pod-0", "--step-ms", 5, lease_s=60) as victim:
         handles = scene.submit(8, 100, stream=True)
