@@ -32,7 +32,7 @@ class WorkerConfig:
         reply_ttl_s: how long a final reply can be read.
         state_ttl_s: how long a finished request is known.
         routes: rules that choose a request's tier by its labels; the first that matches wins.
-        socket_timeout_s: Redis is taken for dead after so long a silence.
+        socket_timeout_s: Redis is taken for dead after so long a silence, and after a third of the lease at the latest.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -47,6 +47,11 @@ class WorkerConfig:
     state_ttl_s: float = 86400.0
     routes: tuple[Route, ...] = ()
     socket_timeout_s: float = 5.0
+
+    @property
+    def redis_timeout_s(self) -> float:
+        """How long a reply of Redis is waited for: a lease has to outlive a lost connection."""
+        return max(1.0, min(self.socket_timeout_s, self.lease_s / 3))
 
     def __post_init__(self) -> None:
         check_name("queue", self.queue)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ops.bench.chaos_faults import Faults, Supervisor, proxied
+from ops.bench.chaos_faults import FAULTS, Faults, Supervisor, proxied
 from ops.bench.chaos_load import Call, Load, references
 from tests.servers import KINDS, Server
 from tests.workers import QueueView, WorkerProcess, eventually
@@ -90,6 +90,7 @@ class Chaos:
                 num_workers=args.workers,
                 lease_s=args.lease,
                 pause_s=args.pause or (2.0 if args.engine == "fake" else 20.0),
+                names=args.faults,
                 chance=random.Random(args.seed),
             )
             started_s = time.monotonic()
@@ -193,6 +194,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lease", type=float, default=2.0)
     parser.add_argument("--max-tokens", type=int, default=60, help="of a request, at most")
+    parser.add_argument(
+        "--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT", help=f"of {', '.join(FAULTS)}; default: all"
+    )
     parser.add_argument("--pause", type=float, help="seconds between two faults, at most [default: 2, with the model 20]")
     parser.add_argument("--step-ms", type=float, default=10.0, help="of the fake engine")
     parser.add_argument("--keep", type=Path, help="folder for the workers' logs and the trace [default: thrown away]")

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tests.proxy import Proxy
 from tests.servers import Server
 from tests.workers import WorkerProcess
 
+FAULTS = ("sigkill", "sigterm", "sigstop", "kill_server", "cut", "lose_replies", "delay", "silence")
 Launch = Callable[[Path], WorkerProcess]
 
 
@@ -71,6 +72,7 @@ class Faults:
         workers_side, callers_side: the proxies that their connections go through.
         lease_s: of the workers, who are stopped for longer than that.
         pause_s: the longest pause between two faults.
+        names: of the faults, as in `FAULTS`.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Faults:
         num_workers: int,
         lease_s: float,
         pause_s: float,
+        names: Sequence[str],
         chance: random.Random,
     ) -> None:
         self.counts: Counter[str] = Counter()
@@ -93,16 +96,7 @@ class Faults:
         self._lease_s = lease_s
         self._pause_s = pause_s
         self._chance = chance
-        self._faults: tuple[Callable[[], None], ...] = (
-            self.sigkill,
-            self.sigterm,
-            self.sigstop,
-            self.kill_server,
-            self.cut,
-            self.lose_replies,
-            self.delay,
-            self.silence,
-        )
+        self._faults = [getattr(self, name) for name in names]
 
     def run(self, seconds: float) -> None:
         """One fault after the other, now and then two at a time."""
