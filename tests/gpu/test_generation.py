@@ -28,7 +28,8 @@ from worker.engine.sampler import Sampler
 MAX_TOKENS = 20
 PROMPT_LENGTHS = (1, 2, 7, 8, 9, 16, 33, 90)
 SETTINGS: dict[str, Any] = {"num_blocks": 64, "max_batch_size": 6, "max_batch_tokens": 32}
-WITHOUT_HOST = tuple(name for name in ARCHITECTURES if "moe" not in name and name not in {"mixtral", "gpt_oss"})
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+WITHOUT_HOST = tuple(name for name, options in ARCHITECTURES.items() if EXPERTS.isdisjoint(options))
 """Whose decode steps must be captured; whether those of experts can be depends on the version of transformers."""
 
 
