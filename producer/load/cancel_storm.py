@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Cancelled:
 
 
 async def cancel_storm(client: AsyncClient, operator: Client, *, count: int, output_tokens: int, timeout_s: float) -> Report:
-    """Submit ``count`` requests, half of them streamed, wait until some run, and cancel all.
+    """Submit ``count`` requests, half of them streamed, wait until some run, and cancel all, in any order.
 
     Args:
         operator: a client of the same queue that looks at what is left.
@@ -46,7 +47,7 @@ async def cancel_storm(client: AsyncClient, operator: Client, *, count: int, out
     handles = await client.submit_many([{**same, "prompt": f"count to {i}", "stream": i % 2 == 0} for i in range(count)])
     await asyncio.to_thread(_await_running, operator)
     started_s = time.monotonic()
-    ends = await _cancel_all(handles, timeout_s)
+    ends = await _cancel_all(random.sample(handles, count), timeout_s)
     wall_s = time.monotonic() - started_s
     ids = [handle.id for handle in handles]
     left = await asyncio.to_thread(settle, lambda: remains(operator.redis, operator.keys, ids), Remains(), _SETTLE_S)

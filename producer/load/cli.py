@@ -34,6 +34,7 @@ from producer.status import read_status
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _POSITIVE = click.FloatRange(0, min_open=True)
+_STDERR = 2  # file descriptor
 _COUNT = click.IntRange(1)
 
 
@@ -226,7 +227,7 @@ def reload(
 def record(redis_url: str, queue: str, output: Path, seconds: float) -> None:
     """Record lengths and times of the requests that come in and are answered, without their text."""
     with open_client(redis_url, queue) as client, redis_errors():
-        recording = traces.record(client.redis, client.keys, seconds)
+        recording = traces.record(client.redis, client.keys, seconds, lambda: click.echo(f"recording for {seconds:g} s", err=True))
     recording.write(output)
     left_out = f", {recording.num_left_out} without lengths left out" if recording.num_left_out else ""
     click.echo(f"{len(recording.requests)} requests recorded{left_out}")
@@ -284,7 +285,7 @@ def _finish(report: Report, as_json: bool, folder: Path | None) -> None:
 
 def _command(command: str) -> Restart:
     async def restart() -> str:
-        process = await asyncio.create_subprocess_shell(command, stdout=sys.stderr.fileno())
+        process = await asyncio.create_subprocess_shell(command, stdout=_STDERR)
         code = await process.wait()
         return f"{shlex.split(command)[0]} ended with exit code {code}" if code else ""
 

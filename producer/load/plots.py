@@ -37,6 +37,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.axvline(value, color="tab:red", linestyle=style, linewidth=1, label=label)
     axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     _scale(axes, panel)
     if len(panel.series) + len(panel.goals) + len(panel.marks) > 1:
         axes.legend(fontsize=8)

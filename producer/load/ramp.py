@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from producer.aio import AsyncClient
 from producer.load.callers import Call, Callers, Shape, phase_figures
-from producer.load.report import Check, Panel, Report, Series, all_answered
+from producer.load.report import Check, Panel, Report, Scale, Series, all_answered
 
 COLUMNS = ("callers", "requests", "req/s", "tokens/s", "TTFT p50 ms", "p95", "ITL p50 ms", "p95", "E2E p50 ms", "p95")
 _FIGURES = (
@@ -111,12 +111,12 @@ def _panels(steps: Sequence[Step], goals: Goals) -> list[Panel]:
     def course(label: str, name: str) -> Series:
         return Series(label, counts, [step.figures[name] for step in steps])
 
-    def latency(title: str, name: str, goal: float) -> Panel:
+    def latency(title: str, name: str, goal: float, scale: Scale = "linear") -> Panel:
         series = [course("p50", f"{name}_p50"), course("p95", f"{name}_p95")]
-        return Panel(title, "callers", "ms", series, goals={f"goal {goal:g} ms": goal}, x_scale="steps", y_scale="log")
+        return Panel(title, "callers", "ms", series, goals={f"goal {goal:g} ms": goal}, x_scale="steps", y_scale=scale)
 
     return [
         Panel("throughput", "callers", "output tokens/s", [course("tokens/s", "output_tokens_per_s")], x_scale="steps"),
-        latency("time to first token", "ttft_ms", goals.ttft_ms),
+        latency("time to first token", "ttft_ms", goals.ttft_ms, "log"),
         latency("between tokens", "itl_ms", goals.itl_ms),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class TraceRequest:
     def from_json(cls, line: str) -> TraceRequest:
         """Raises ValueError, KeyError or TypeError where a line is none."""
         said = json.loads(line)
-        tier = check_tier(said.get("tier", "realtime"))
-        return cls(int(said["timestamp"]), int(said["input_length"]), int(said["output_length"]), tier)
+        time_ms, prompt_tokens, output_tokens = (int(said[name]) for name in ("timestamp", "input_length", "output_length"))
+        return cls(time_ms, prompt_tokens, output_tokens, check_tier(said.get("tier", "realtime")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,10 @@ class Recording:
         path.write_text("".join(request.to_json() + "\n" for request in self.requests))
 
 
-def record(client: redis.Redis, keys: Keys, seconds: float) -> Recording:
+def record(client: redis.Redis, keys: Keys, seconds: float, on_start: Callable[[], None]) -> Recording:
     """The requests that come within ``seconds`` from now and are answered in full by then, from their state hashes."""
     start_ms = _now_ms(client)
+    on_start()
     time.sleep(seconds)
     states = [state for state in _states(client, keys) if int(state["enqueued_ms"] or 0) >= start_ms]
     whole = [state for state in states if state["prompt_tokens"] and state["completion_tokens"]]
