@@ -70,12 +70,12 @@ def test_submit_prints_the_answer_and_nothing_else(shell: Shell, respond: Callab
 
 def test_options_become_the_request(shell: Shell, respond: Callable[..., Responder]) -> None:
     responder = respond(lambda taken: taken.final("ok"))
-    args = ["--max-tokens", "7", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "-3", "--ignore-eos"]
+    args = ["--max-tokens", "7", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "-3", "--n", "2", "--ignore-eos"]
     run = shell("submit", "hi", *args, "--tier", "batch", "--user", "u", "--chat", "--id", "x1", "--timeout", "20")
     assert outcome(run) == (0, "ok\n", "")
     [request] = responder.seen
     assert (request.id, request.tier, request.user, request.messages) == ("x1", "batch", "u", [{"role": "user", "content": "hi"}])
-    assert request.params.to_wire() == {"max_tokens": 7, "temperature": 0.0, "stop": ["a", "b"], "seed": -3, "ignore_eos": True}
+    assert request.params.to_wire() == {"max_tokens": 7, "temperature": 0.0, "stop": ["a", "b"], "seed": -3, "ignore_eos": True, "n": 2}
     assert request.deadline_ms is not None
 
 
