@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from producer.errors import HeadraceError
 from producer.keys import TIERS, Tier
 from worker.engine.request import Request, StepOutput
@@ -15,6 +17,8 @@ from worker.guard import Guard
 from worker.health import Progress
 
 IDLE_S = 1.0  # how long an idle engine sleeps when nothing wakes it
+
+log = structlog.get_logger("headrace.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,20 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            engine = self._load()
-            self._engine = engine
+            engine = self._engine = self._loaded()
             self._look(engine)
             self._ready.set()
             while self._turn(engine):
                 pass
         except BaseException as error:
             self.progress.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _loaded(self) -> EngineLike:
+        try:
+            return self._load()
+        except Exception as error:  # no user's text is anywhere near yet, so all of it may be told
+            log.critical("engine could not be loaded", error=type(error).__name__, detail=str(error))
             raise
 
     def _turn(self, engine: EngineLike) -> bool:

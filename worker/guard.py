@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import structlog
 
+from producer.errors import HeadraceError
+
 log = structlog.get_logger("headrace.worker")
 
 
@@ -37,5 +39,6 @@ class Guard:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """An exception for the log: its type and where it was raised, but not its text, which may hold a user's."""
-    return {"error": type(error).__name__, "traceback": "".join(traceback.format_tb(error.__traceback__))}
+    """An exception for the log: its type and where it was raised. Only our own errors' text: others' may hold a user's."""
+    detail = {"detail": error.message} if isinstance(error, HeadraceError) else {}
+    return {"error": type(error).__name__, **detail, "traceback": "".join(traceback.format_tb(error.__traceback__))}

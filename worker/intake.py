@@ -124,8 +124,9 @@ class Intake:
 
     def _claim(self, room: dict[Tier, int]) -> Sequence[Entry]:
         self._claim_wanted.clear()
-        entries = [entry for tier in TIERS if room[tier] for entry in self._consumer.claim(tier, room[tier])]
-        if entries or self._consumer.claim_is_under_way:
+        tiers = [tier for tier in TIERS if room[tier]]
+        entries = [entry for tier in tiers for entry in self._consumer.claim(tier, room[tier])]
+        if entries or any(self._consumer.claim_is_under_way(tier) for tier in tiers):
             self._claim_wanted.set()
         else:
             self._claim_at_s = time.monotonic() + self._config.lease_s / 2 * random.uniform(0.8, 1.0)
@@ -144,7 +145,7 @@ class Intake:
         """Begin what was delivered. Until all that Redis has to do with it is done nothing is changed, so it may be called again."""
         begun = self._ledger.begin([active.delivery for active in batch], alone=alone)
         now_s = time.monotonic()
-        chunks = [self._ledger.published(active.delivery) if said.published else [] for active, said in zip(batch, begun, strict=True)]
+        chunks = [self._ledger.published(active.delivery) if said.resumes else [] for active, said in zip(batch, begun, strict=True)]
         for active, said, published in zip(batch, begun, chunks, strict=True):
             self._obey(active, said, published, now_s)
 

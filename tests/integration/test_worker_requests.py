@@ -12,11 +12,13 @@ import structlog
 from producer import Client, Handle, Result
 from producer.codec import decode_error, decode_frame, decode_result
 from producer.errors import BatchFailed, Cancelled, ContextLengthExceeded, DeadlineExceeded, HeadraceError, InvalidRequest, WaitTimeout
+from producer.keys import Keys, Tier
 from tests.fakes import FAIL, FakeDelta, FakeDetokenizer, FakeEngine, expected_text, expected_tokens, next_token
 from tests.servers import Server
 from tests.workers import QueueView, eventually, idle, worker_thread
 from worker.config import WorkerConfig
 from worker.engine.request import Request
+from worker.stream.consumer import Consumer
 from worker.worker import Worker
 
 
@@ -358,3 +360,29 @@ def test_failure_of_any_thread_hands_everything_back_and_ends_the_worker(server:
     with worker_thread(server.url, queue, lease_s=60.0):
         result = handle.result(timeout=30)
     assert (result.token_ids, result.attempt) == (expected_tokens("hello", 100), 2)
+
+
+def test_engine_that_cannot_be_loaded_ends_the_worker_and_says_why(server: Server, queue: str) -> None:
+    def load() -> FakeEngine:
+        raise FileNotFoundError("no such folder: /models/missing")
+
+    with structlog.testing.capture_logs() as lines:
+        assert Worker(WorkerConfig(redis_url=server.url, queue=queue), load).run() == 1
+    assert any("/models/missing" in line.get("detail", "") for line in lines)
+
+
+def test_batch_work_that_finds_no_room_does_not_keep_realtime_waiting(server: Server, queue: str, client: Client, raw: redis.Redis) -> None:
+    class RealtimeOnly(FakeEngine):
+        def room(self, tier: Tier) -> int:
+            return super().room(tier) if tier == "realtime" else 0
+
+    stuck = client.submit_many([{"prompt": f"b{i}", "max_tokens": 3, "tier": "batch"} for i in range(30)])
+    dead = Consumer(raw, Keys(queue), "dead", 1.0)
+    dead.ensure_groups()
+    while dead.read({"batch": 100}, 1):  # their worker died with them
+        pass
+    with worker_thread(server.url, queue, RealtimeOnly(), lease_s=0.3):
+        for i in range(20):
+            assert client.submit_and_wait(f"r{i}", max_tokens=3, timeout=20).token_ids == expected_tokens(f"r{i}", 3)
+    with worker_thread(server.url, queue, lease_s=0.3):
+        assert {handle.result(timeout=20).attempt for handle in stuck} == {2}

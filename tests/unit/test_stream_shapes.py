@@ -37,7 +37,7 @@ def test_entries_that_were_deleted_while_pending_are_passed_over() -> None:
 
     consumer = Consumer(OneReply(reply), Keys("q"), "me", 1.0)  # type: ignore[arg-type]  # the one command it needs
     assert consumer.claim("realtime", 10) == [Entry("realtime", "6-0", {b"id": b"x"})]
-    assert not consumer.claim_is_under_way
+    assert not consumer.claim_is_under_way("realtime")
 
 
 def test_a_cursor_that_is_not_at_the_start_is_carried_on() -> None:
@@ -45,7 +45,8 @@ def test_a_cursor_that_is_not_at_the_start_is_carried_on() -> None:
 
     consumer = Consumer(OneReply([b"7-0", [], []]), Keys("q"), "me", 1.0)  # type: ignore[arg-type]
     consumer.claim("batch", 10)
-    assert consumer.claim_is_under_way
+    assert consumer.claim_is_under_way("batch")
+    assert not consumer.claim_is_under_way("realtime")
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,9 @@ class Consumer:
         self._cursors[tier], entries = parse_autoclaim(reply)
         return _entries(tier, entries)
 
-    @property
-    def claim_is_under_way(self) -> bool:
-        """Whether a pending list has been gone through in part."""
-        return any(cursor != _START for cursor in self._cursors.values())
+    def claim_is_under_way(self, tier: Tier) -> bool:
+        """Whether a tier's pending list has been gone through in part."""
+        return self._cursors[tier] != _START
 
     def own_pending(self, known: Known, *, crashed: bool) -> list[Entry]:
         """Entries that are pending for this consumer and that ``known`` does not know.

@@ -46,6 +46,11 @@ class Begun:
     published: int
     enqueued_ms: int
 
+    @property
+    def resumes(self) -> bool:
+        """Whether there is output of earlier deliveries to go on from, or to answer with."""
+        return self.published > 0 and self.verdict in ("run", "cancelled", "expired", "poisoned")
+
 
 @dataclass(frozen=True, slots=True)
 class Settled:
@@ -56,10 +61,11 @@ class Settled:
 
 
 class Ledger:
-    """One consumer's ledger; each thread uses one of its own.
+    """One consumer's ledger; may be used from any thread.
 
     Args:
-        running_ttl_s: lifetime of an unfinished reply since its last frame, so that one which nobody will finish goes away.
+        reply_ttl_s: lifetime of a reply since its final frame.
+        state_ttl_s: that of a finished request's state, and of a reply that nobody goes on with.
     """
 
     def __init__(
