@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from producer.sampling import SamplingParams
 from producer.wire import Kind
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.config import EngineConfig
-from worker.engine.model_loader import prepare_model
+from worker.engine.model_loader import LoadedModel, prepare_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.request import Request, Sampled, ScheduledChunk, StepPlan
 
@@ -158,3 +159,17 @@ def test_a_step_that_fails_changes_no_request_and_may_be_run_again(runner: Model
 def test_the_probe_leaves_the_cache_clean(own: Any) -> None:
     runner = ModelRunner(prepare_model(copy.deepcopy(own), None, "tiny"), EngineConfig(num_blocks=16))
     assert not any(tensor.any() for pair in runner.cache.layers for tensor in pair)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_two_runners_may_be_made_and_run_in_two_threads(architecture: str) -> None:
+    models = [prepare_model(tiny_model(architecture, seed), None, "tiny") for seed in (0, 1)]
+
+    def serve(loaded: LoadedModel) -> list[Sampled]:
+        runner = ModelRunner(loaded, EngineConfig(num_blocks=16))
+        return [result for _ in range(10) for result in run_in_chunks(runner, requests("generate"), 7)]
+
+    expected = [serve(loaded) for loaded in models]
+    assert expected[0] != expected[1]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(serve, models)) == expected

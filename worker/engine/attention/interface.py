@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,25 +63,24 @@ class PagedContext:
     caches: Mapping[nn.Module, tuple[Tensor, Tensor]]
 
 
-_context: PagedContext | None = None
+_context: ContextVar[PagedContext] = ContextVar("paged_context")
 
 
 @contextmanager
 def paged_context(context: PagedContext) -> Iterator[None]:
-    """Set the context of the forward pass inside; one at a time in a process."""
-    global _context  # noqa: PLW0603 - models reach attention through a registry that carries no state of ours
-    assert _context is None, "two steps at once"
-    _context = context
+    """Set the context of the forward pass inside; each thread has its own, so two engines may live in one process."""
+    token = _context.set(context)
     try:
         yield
     finally:
-        _context = None
+        _context.reset(token)
 
 
 def current_context() -> PagedContext:
-    """The context of the step that runs."""
-    assert _context is not None, "attention outside of a step"
-    return _context
+    """The context of the step that runs in this thread."""
+    context = _context.get(None)
+    assert context is not None, "attention outside of a step"
+    return context
 
 
 def paged_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from producer.errors import ModelUnavailable
 
 _MASKED = "headrace-discovery"  # a mask function is registered under this name, none under the other
 _UNMASKED = "headrace-profile"
+_registered = threading.Lock()  # held while a function of one thread's is registered under the first
 _HONOURED = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 # Arguments that pass through to attention and that it may ignore: they say how to compute, or repeat what the metadata says.
 _HARMLESS = frozenset(
@@ -65,14 +67,15 @@ def discover_layers(model: Any, max_model_len: int) -> dict[nn.Module, Attention
         ModelUnavailable: the attention is of a kind that the paged backends do not compute; the message says what.
     """
     watch = _Watch(model, max_model_len)
-    AttentionMaskInterface.register(_MASKED, watch.mask)
-    try:
-        _run(model, _MASKED, watch.attention, torch.arange(2), 1)
-    except (TypeError, ValueError) as error:
-        reason = f"it does not run on token ids and positions alone ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        raise _refusal(model, reason) from error
-    finally:
-        AttentionMaskInterface.register(_MASKED, _no_mask)
+    with _registered:
+        AttentionMaskInterface.register(_MASKED, watch.mask)
+        try:
+            _run(model, _MASKED, watch.attention, torch.arange(2), 1)
+        except (TypeError, ValueError) as error:
+            reason = f"it does not run on token ids and positions alone ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            raise _refusal(model, reason) from error
+        finally:
+            AttentionMaskInterface.register(_MASKED, _no_mask)
     if not watch.layers:
         raise _refusal(model, "it has no attention layer that goes through transformers' AttentionInterface")
     return watch.layers
