@@ -283,3 +283,23 @@ def test_worker_does_all_it_can_with_exactly_its_rights(server_kind: str, queue:
             worker.request_stop()
             worker.request_stop()
         assert guarded.refusals() == []
+
+
+@pytest.mark.parametrize("how", ["master killed", "failover asked for"])
+def test_failover_to_a_replica(queue: str, how: str) -> None:
+    with Server() as master, Server(replicaof=f"127.0.0.1 {master.port}") as replica:
+        monitor = {"monitor": f"main 127.0.0.1 {master.port} 1"}
+        monitor |= {"down-after-milliseconds": "main 500", "failover-timeout": "main 2000"}
+        with replica.client() as looking:
+            eventually(lambda: looking.info("replication")["master_link_status"] == "up", "the replica follows")
+        with Server(sentinel=True, **monitor) as sentinel, sentinel.client() as watching, ThreadPoolExecutor(8) as pool:
+            eventually(lambda: watching.execute_command("SENTINEL", "REPLICAS", "main"), "the sentinel knows the replica")
+            url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main/0"
+            with worker_thread(url, queue, FakeEngine(step_s=0.01), checkpoint_s=0.05) as worker, Client(url, queue) as client:
+                calls = [pool.submit(client.submit_and_wait, f"p{i}", max_tokens=200, timeout=60) for i in range(8)]
+                eventually(lambda: worker.loop.num_tokens > 100, "all under way")
+                if how == "master killed":
+                    master.kill()
+                else:
+                    watching.execute_command("SENTINEL", "FAILOVER", "main")
+                assert [call.result(60).token_ids for call in calls] == [expected_tokens(f"p{i}", 200) for i in range(8)]
