@@ -27,6 +27,7 @@ from worker.config import WorkerConfig
 from worker.engine.config import EngineConfig
 from worker.engine.request import Request, RequestStatus, StepOutput
 from worker.engine.scheduler import SchedulerStats
+from worker.reload import Reload
 from worker.worker import Worker
 
 VOCABULARY = 1000
@@ -36,6 +37,7 @@ KILL = "!kill"  # the step that runs it is the process's last
 WEDGE = "!wedge"  # its step never ends
 CRASH = "!crash"  # its step raises
 FAIL = "!fail"  # its row fails, alone
+UNLOADABLE = "unloadable"  # the name of a model that is not there
 FAIL_SECOND = "!second"  # of several outputs the second one's row fails, at its fifth token
 
 
@@ -107,12 +109,14 @@ class FakeInputs:
 class FakeEngine:
     """One token a step for every running request. The score of a text is its length, negative; its embedding its bytes' shares."""
 
-    model_name = "fake"
     device_name = "cpu"
     dtype_name = "float32"
     last_step = None
 
-    def __init__(self, *, max_batch_size: int = 100, step_s: float = 0.0, trace: Path | None = None) -> None:
+    def __init__(self, model: str = "", *, max_batch_size: int = 100, step_s: float = 0.0, trace: Path | None = None) -> None:
+        if model == UNLOADABLE:
+            raise FileNotFoundError(f"no such model: {model}")
+        self.model_name = model or "fake"
         self.config = EngineConfig(max_batch_size=max_batch_size)
         self.inputs = FakeInputs()
         self.step_s = step_s
@@ -245,9 +249,11 @@ def main() -> int:
         socket_timeout_s=args.socket_timeout,
         **names,
     )
-    worker = Worker(config, lambda: FakeEngine(max_batch_size=args.max_batch_size, step_s=args.step_ms / 1000, trace=args.trace))
+    options = {"max_batch_size": args.max_batch_size, "step_s": args.step_ms / 1000, "trace": args.trace}
+    worker = Worker(config, lambda model: FakeEngine(model, **options))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.request_stop())
+    signal.signal(signal.SIGHUP, lambda *_: worker.request_reload(Reload()))
     return worker.run()
 
 

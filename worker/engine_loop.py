@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -27,6 +28,15 @@ class Refusal:
 
     requests: Sequence[Request]
     error: HeadraceError
+
+
+@dataclass(slots=True)
+class Swap:
+    """Another engine that is to take over. Once ``done`` is set it has, or ``failure`` says why it could not be made."""
+
+    load: Callable[[], EngineLike]
+    done: threading.Event = field(default_factory=threading.Event)
+    failure: Exception | None = None
 
 
 Emit = Callable[[list[StepOutput] | Refusal], None]
@@ -54,6 +64,7 @@ class EngineLoop:
         self._turned = threading.Condition()
         self._inbox: list[Sequence[Request] | str] = []  # arrivals, and ids to abort, in the order they were given
         self._room: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self._swap: Swap | None = None
         self._stopping = False
         self._thread = guard.thread("engine", self._run)
 
@@ -107,6 +118,13 @@ class EngineLoop:
             waiting = [request.tier for item in self._inbox if not isinstance(item, str) for request in item]
             return {tier: max(0, self._room[tier] - waiting.count(tier)) for tier in TIERS}
 
+    def replace(self, load: Callable[[], EngineLike]) -> Swap:
+        """Have the thread load another engine, once the present one has no work, and go on with that."""
+        with self._turned:
+            self._swap = swap = Swap(load)
+            self._turned.notify_all()
+        return swap
+
     def await_turn(self, timeout_s: float) -> None:
         """Wait until the loop has turned, which is when room appears."""
         with self._turned:
@@ -114,11 +132,11 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            engine = self._engine = self._loaded()
-            self._look(engine)
+            self._engine = self._loaded()
+            self._look(self._engine)
             self._ready.set()
-            while self._turn(engine):
-                pass
+            while self._turn(self._engine):
+                self._change()
         except BaseException as error:
             self.progress.fail(f"{type(error).__name__}: {error}")
             raise
@@ -149,9 +167,23 @@ class EngineLoop:
         self._look(engine)
         return True
 
+    def _change(self) -> None:
+        """Put another engine in the place of ours, where that was asked for; where it cannot be made ours stays."""
+        swap = self._swap
+        if swap is None or self.engine.has_work():
+            return
+        self._swap = None
+        try:
+            self._engine = swap.load()
+        except Exception as error:  # whatever is wrong with the new model, the old one can serve
+            swap.failure = error
+        gc.collect()  # a model holds itself in cycles, and its memory is wanted
+        self._look(self.engine)
+        swap.done.set()
+
     def _take(self, *, wait: bool) -> list[Sequence[Request] | str]:
         with self._turned:
-            if wait and not (self._inbox or self._stopping):
+            if wait and not (self._inbox or self._stopping or self._swap):
                 self._turned.wait(IDLE_S)
             taken, self._inbox = self._inbox, []
             for item in taken:  # until the engine has counted them itself

@@ -52,6 +52,9 @@ class Intake:
         self._consumer = consumer
         self._ledger = ledger
         self._stopping = threading.Event()
+        self._open = threading.Event()
+        self._open.set()
+        self._parked = threading.Event()
         self._first = True
         self._reread = True  # something may be pending for us that we do not know of
         self._claim_at_s = 0.0
@@ -70,12 +73,28 @@ class Intake:
         if self._thread.is_alive():
             self._thread.join()
 
+    def pause(self) -> None:
+        """Stop fetching until `resume`; when it returns, all that was fetched for the engine is with it."""
+        self._parked.clear()
+        self._open.clear()
+        while self._thread.is_alive() and not self._parked.wait(WAIT_S):
+            pass
+
+    def resume(self) -> None:
+        """Fetch again, first of all what was handed back and nobody has taken."""
+        self._reread = True
+        self._open.set()
+
     def claim_now(self) -> None:
         """Somebody has handed requests back."""
         self._claim_wanted.set()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            if not self._open.is_set():
+                self._parked.set()
+                self._open.wait(WAIT_S)
+                continue
             try:
                 self._round()
             except TROUBLE as error:

@@ -14,6 +14,7 @@ import structlog
 from producer import __version__
 from producer.errors import Cancelled, DeadlineExceeded
 from worker.core import Core
+from worker.reload import Reload, Reloader
 from worker.stream.control import Control, Order
 from worker.stream.heartbeat import Heartbeat
 from worker.stream.ledger import Ledger
@@ -31,6 +32,7 @@ class Keeper:
     Args:
         state: what the worker says of itself.
         claim_now: called when another worker has handed requests back.
+        reloader: is given orders to load another model; the heartbeat says what became of them.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Keeper:
         *,
         state: Callable[[], str],
         claim_now: Callable[[], None],
+        reloader: Reloader,
     ) -> None:
         self._config = config = core.config
         self._registry = core.registry
@@ -54,6 +57,7 @@ class Keeper:
         self._ledger = ledger
         self._state = state
         self._claim_now = claim_now
+        self._reloader = reloader
         self._stopping = threading.Event()
         self._started = threading.Event()
         self._renew_at_s = self._beat_at_s = 0.0
@@ -122,6 +126,8 @@ class Keeper:
             self._publisher.look()
         elif order.op == "claim" and order.worker != self._config.name:
             self._claim_now()
+        elif order.op == "reload" and order.worker in ("", self._config.name):
+            self._reloader.ask(Reload(order.model, order.id))
 
     def _end_expired(self) -> None:
         for active in self._registry.expired(time.monotonic()):
@@ -150,6 +156,7 @@ class Keeper:
         stats, now_s = self._loop.stats, time.monotonic()
         engine = self._loop.engine if self._loop.ready else None
         return {
+            **self._reloader.fields,  # first: a model is served before it is said to be
             "state": self._state(),
             "model": engine.model_name if engine is not None else "",
             "device": engine.device_name if engine is not None else "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -40,7 +40,14 @@ class Ended:
     active: ActiveRequest
 
 
-Event = list[StepOutput] | Refusal | Ended
+@dataclass(frozen=True, slots=True)
+class Release:
+    """All requests that are in the engine are to be handed back; then ``done`` is set."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+Event = list[StepOutput] | Refusal | Release | Ended
 
 
 class Publisher:
@@ -67,6 +74,7 @@ class Publisher:
         self._events: list[Event] = []
         self._ending: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
         self._unpublished: dict[ActiveRequest, None] = {}
+        self._release: Release | None = None
         self._stopping = False
         self._thread = guard.thread("publisher", self._run)
 
@@ -100,6 +108,12 @@ class Publisher:
         """Something has changed that may make a frame due."""
         self.put([])
 
+    def release(self) -> threading.Event:
+        """Hand all requests that are in the engine back, without ending; the event is set when that is done."""
+        release = Release()
+        self.put(release)
+        return release.done
+
     def hand_back(self, *, crashed: bool) -> None:
         """Write what can be written, hand all other requests back, and end the thread. The engine has ended before."""
         with self._arrived:
@@ -107,7 +121,7 @@ class Publisher:
             self._arrived.notify()
         self._thread.join()
         deadline_s = time.monotonic() + HAND_BACK_S
-        while not self._handed_back(crashed) and time.monotonic() < deadline_s:
+        while not self._handed_back(crashed=crashed) and time.monotonic() < deadline_s:
             time.sleep(min(self._trouble.pause_s, 0.2))
 
     def _run(self) -> None:
@@ -124,10 +138,13 @@ class Publisher:
             self._absorb(event)
         if self._trouble.ready:
             self._write(self._frames(everything=False))
+        if self._release is not None and self._trouble.ready and self._handed_back(crashed=False, running_only=True):
+            self._release.done.set()
+            self._release = None
         return not last
 
     def _wait_s(self) -> float:
-        if not (self._ending or self._unpublished):
+        if not (self._ending or self._unpublished or self._release):
             return IDLE_S
         if not self._trouble.ready:
             return self._trouble.pause_s
@@ -140,6 +157,8 @@ class Publisher:
             active = self._registry.of(event.requests[0])
             if active is not None:
                 self._conclude(active, event.error)
+        elif isinstance(event, Release):
+            self._release = event
         elif isinstance(event, Ended):
             assert event.active.end is not None, "ended for a reason"
             if event.active.outcome is None:
@@ -264,12 +283,12 @@ class Publisher:
             self._metrics.request_finished(sample_of(active))
         log_end(active, outcome)
 
-    def _handed_back(self, crashed: bool) -> bool:
-        """One attempt at writing everything and handing back the rest; the thread has ended."""
+    def _handed_back(self, *, crashed: bool, running_only: bool = False) -> bool:
+        """One attempt at writing everything and handing back the rest: all, or those that are in the engine."""
         while self._ending or self._unpublished:
             if not self._write(self._frames(everything=True)):
                 return False
-        held = [active for active in self._registry.all() if active.outcome is None]
+        held = [active for active in self._registry.all() if active.outcome is None and (active.outputs or not running_only)]
         try:
             count = self._ledger.release([active.delivery for active in held], crashed=crashed)
         except TROUBLE as error:
@@ -277,6 +296,7 @@ class Publisher:
             return False
         self._trouble.over()
         for active in held:
+            self._abort(active)
             self._registry.drop(active)
         if held:
             log.info("handed back", requests=count, crashed=crashed)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -23,6 +23,7 @@ from worker.device_memory import device_bytes
 from worker.engine_api import EngineLike, StepSample
 from worker.health import Finding, HealthServer
 from worker.metrics import WorkerMetrics
+from worker.reload import Reload
 from worker.worker import Worker
 
 _PING_TIMEOUT_S = 1.0  # of the readiness check; a probe waits for it
@@ -45,10 +46,10 @@ def serve(
     config = WorkerConfig(**_fields_of(WorkerConfig, options))
     engine_config = EngineConfig(**_fields_of(EngineConfig, options))
 
-    def load_engine() -> EngineLike:
+    def load_engine(model: str) -> EngineLike:
         from worker.engine.engine import Engine
 
-        return Engine(engine_config)
+        return Engine(replace(engine_config, model=model) if model else engine_config)
 
     metrics = WorkerMetrics(config.name, metrics_sources)
     with ExitStack() as stack:
@@ -56,6 +57,7 @@ def serve(
         worker = Worker(config, load_engine, metrics, on_step=log.write if log is not None else None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stopper(worker))
+        signal.signal(signal.SIGHUP, lambda _number, _frame: worker.request_reload(Reload()))
         if metrics_port is not None:
             stack.enter_context(health_pages(worker, metrics, port=metrics_port))
         exit_code = worker.run()

@@ -20,7 +20,7 @@ from producer.connection import connect, redact
 from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.core import Core
-from worker.engine_api import EngineLike, StepSample
+from worker.engine_api import StepSample
 from worker.engine_loop import EngineLoop
 from worker.guard import Guard, described
 from worker.intake import Intake
@@ -28,6 +28,7 @@ from worker.keeper import Keeper
 from worker.metrics import WorkerMetrics
 from worker.output import Publisher
 from worker.registry import Registry
+from worker.reload import LoadModel, Reload, Reloader
 from worker.stream.consumer import Consumer
 from worker.stream.control import Control
 from worker.stream.heartbeat import Heartbeat, eviction_policy
@@ -44,13 +45,14 @@ class Worker:
     """One worker: serves one queue with one engine until it is told to stop.
 
     Args:
-        load_engine: makes the engine. Called in the engine's own thread, while the heartbeat already says ``starting``.
+        load_engine: makes the engine, with the model of a name, or with the worker's own where that is ''. Called in the
+            engine's own thread, while the heartbeat already says ``starting`` or ``reloading``.
         metrics: where to count; None makes a registry of its own.
         on_step: called after each step, in the engine's thread; must not block.
 
     Example::
 
-        worker = Worker(WorkerConfig(queue="default"), lambda: Engine(EngineConfig(model="demo")))
+        worker = Worker(WorkerConfig(queue="default"), lambda model: Engine(EngineConfig(model=model or "demo")))
         signal.signal(signal.SIGTERM, lambda *_: worker.request_stop())
         sys.exit(worker.run())
     """
@@ -58,7 +60,7 @@ class Worker:
     def __init__(
         self,
         config: WorkerConfig,
-        load_engine: Callable[[], EngineLike],
+        load_engine: LoadModel,
         metrics: WorkerMetrics | None = None,
         on_step: Callable[[StepSample], None] | None = None,
     ) -> None:
@@ -66,7 +68,7 @@ class Worker:
         self.registry = Registry()
         self._on_step = on_step
         self._guard = Guard(on_end=self._wake)
-        self.loop = EngineLoop(load_engine, self._guard, stall_s=config.lease_s, on_step=self._count_step)
+        self.loop = EngineLoop(lambda: load_engine(""), self._guard, stall_s=config.lease_s, on_step=self._count_step)
         self._keys = Keys(config.queue)
         self._client = connect(config.redis_url, socket_timeout=config.redis_timeout_s, socket_connect_timeout=config.redis_timeout_s)
         self._stops_asked = 0
@@ -77,25 +79,40 @@ class Worker:
         self._publisher = Publisher(config, self._guard, self._ledger(), self.registry, self.loop, outage, self._metrics)
         core = Core(config, self._guard, self.registry, self.loop, self._publisher, outage, self._metrics)
         self._intake = Intake(core, Consumer(self._client, self._keys, config.name, config.lease_s), self._ledger())
+        self._reloader = Reloader(core, self._intake, load_engine, over=self._over, wake=self._wake)
         self._heartbeat = Heartbeat(self._client, self._keys, config.name, BEATS_MISSED * max(1.0, config.lease_s / 3))
         control = Control(self._client, self._keys)
-        self._keeper = Keeper(core, control, self._heartbeat, self._ledger(), state=lambda: self.state, claim_now=self._intake.claim_now)
+        self._keeper = Keeper(
+            core,
+            control,
+            self._heartbeat,
+            self._ledger(),
+            state=lambda: self.state,
+            claim_now=self._intake.claim_now,
+            reloader=self._reloader,
+        )
 
     @property
     def state(self) -> str:
-        """``starting``, ``running``, ``draining`` (it reads no more), ``wedged`` or ``failed``."""
+        """``starting``, ``running``, ``reloading`` (it reads no more until then), ``draining``, ``wedged`` or ``failed``."""
         if self._guard.failure is not None:
             return "failed"
         if self._draining:
             return "draining"
         if not self.loop.ready:
             return "starting"
-        return "wedged" if self.loop.stalled else "running"
+        if self.loop.stalled:
+            return "wedged"
+        return "reloading" if self._reloader.active else "running"
 
     def request_stop(self) -> None:
         """Drain; asked a second time, hand everything back now. May be called from a signal handler."""
         self._stops_asked += 1
         self._wake()
+
+    def request_reload(self, order: Reload) -> None:
+        """Serve another model, or the same one loaded anew, losing no request. May be called from a signal handler."""
+        self._reloader.ask(order)
 
     def run(self) -> int:
         """Serve until told to stop, or until the engine or another thread fails.
@@ -125,6 +142,8 @@ class Worker:
             self._intake.start()
         while not self._over():
             self._wakes.get()
+            if not self._over() and self._reloader.run():
+                self._keeper.beat_soon()
 
     def _count_step(self, step: StepSample) -> None:
         self._metrics.step(seconds=step.seconds, idle_seconds=step.idle_seconds, batch_size=step.batch_size, num_tokens=step.num_tokens)

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "dead": ("producer.cli.dead:dead", "List, show, replay and purge dead letters."),
     "demo": ("worker.cli:demo", "Embedded server, worker, model and callers, on this machine."),
     "load": ("producer.load.cli:load", "Load tests of a running queue, and traces of its requests."),
+    "reload": ("producer.cli.reload:reload", "Have workers serve another model, losing no request."),
     "size": ("worker.cli_size:size", "Say what fits on a device, before there is one."),
     "status": ("producer.cli.status:status", "Show queues and workers."),
     "submit": ("producer.cli.submit:submit", "Submit prompts and print the answers."),

@@ -70,7 +70,7 @@ class Scene:
 def scene(url: str, queue: str, **config: Any) -> Iterator[Scene]:
     settings = WorkerConfig(redis_url=url, queue=queue, **{"lease_s": 1.0, "drain_s": 20.0} | config)
     metrics, engine = WorkerMetrics(settings.name), Stoppable()
-    worker = Worker(settings, lambda: engine, metrics)
+    worker = Worker(settings, lambda _: engine, metrics)
     thread = threading.Thread(target=worker.run, daemon=True)
     with health_pages(worker, metrics) as server:
         thread.start()

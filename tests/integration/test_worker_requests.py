@@ -348,7 +348,7 @@ class Broken(FakeDetokenizer):
 
 def test_failure_of_any_thread_hands_everything_back_and_ends_the_worker(server: Server, queue: str, client: Client) -> None:
     config = WorkerConfig(redis_url=server.url, queue=queue, lease_s=60.0)
-    failing = Worker(config, lambda: FakeEngine(step_s=0.01))
+    failing = Worker(config, lambda _: FakeEngine(step_s=0.01))
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(failing.run()))
     thread.start()
@@ -363,7 +363,7 @@ def test_failure_of_any_thread_hands_everything_back_and_ends_the_worker(server:
 
 
 def test_engine_that_cannot_be_loaded_ends_the_worker_and_says_why(server: Server, queue: str) -> None:
-    def load() -> FakeEngine:
+    def load(_: str) -> FakeEngine:
         raise FileNotFoundError("no such folder: /models/missing")
 
     with structlog.testing.capture_logs() as lines:

@@ -14,11 +14,15 @@ MAX_ORDERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order: ``cancel`` or ``stream`` a request, ``claim`` what ``worker`` has handed back; others are for other readers."""
+    """One order: ``cancel`` or ``stream`` a request, ``claim`` what ``worker`` has handed back, ``reload`` with ``model`` (``worker``, or
+    all where that is ''); others are for other readers. ``id`` is the entry's.
+    """
 
     op: str
     request_id: str = ""
     worker: str = ""
+    model: str = ""
+    id: str = ""
 
 
 class Control:
@@ -43,9 +47,9 @@ class Control:
             return []
         [[_, entries]] = reply
         self._last_id = entries[-1][0].decode()
-        return [_order(fields) for _, fields in entries]
+        return [_order(entry_id.decode(), fields) for entry_id, fields in entries]
 
 
-def _order(fields: dict[bytes, bytes]) -> Order:
-    op, request_id, worker = (fields.get(name, b"").decode(errors="replace") for name in (b"op", b"id", b"worker"))
-    return Order(op, request_id, worker)
+def _order(entry_id: str, fields: dict[bytes, bytes]) -> Order:
+    op, request_id, worker, model = (fields.get(name, b"").decode(errors="replace") for name in (b"op", b"id", b"worker", b"model"))
+    return Order(op, request_id, worker, model, entry_id)

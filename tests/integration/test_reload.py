@@ -1,0 +1,160 @@
+"""Another model under load: nothing queued is lost, every reply names the model that made it, and a bad model changes nothing."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from click.testing import CliRunner, Result
+
+from producer import Client
+from producer.cli.group import main
+from tests.fakes import UNLOADABLE, FakeEngine, expected_tokens
+from tests.servers import Server
+from tests.workers import QueueView, WorkerProcess, eventually, worker_thread
+from worker.config import WorkerConfig
+from worker.reload import Reload
+from worker.worker import Worker
+
+Headrace = Callable[..., Result]
+
+
+@pytest.fixture
+def view(raw: redis.Redis, queue: str) -> QueueView:
+    return QueueView(raw, queue)
+
+
+@pytest.fixture
+def client(server: Server, queue: str) -> Iterator[Client]:
+    with Client(server.url, queue=queue) as client:
+        yield client
+
+
+@pytest.fixture
+def worker(server: Server, queue: str, view: QueueView) -> Iterator[WorkerProcess]:
+    with WorkerProcess(server.url, queue, "--name", "w1", "--step-ms", 2) as worker:
+        view.await_running()
+        yield worker
+
+
+@pytest.fixture
+def headrace(server: Server, queue: str) -> Headrace:
+    def run(*args: str) -> Result:
+        return CliRunner().invoke(main, ["reload", *args, "--redis", server.url, "--queue", queue], prog_name="headrace")
+
+    return run
+
+
+def test_requests_before_during_and_after_are_answered_by_the_model_of_their_time(
+    worker: WorkerProcess, client: Client, headrace: Headrace, view: QueueView
+) -> None:
+    before = client.submit_many([{"prompt": f"before {i}", "max_tokens": 150} for i in range(150)])  # 50 of them find no room at first
+    eventually(lambda: len(view.pending()) > 50, "some run")
+    said: list[Result] = []
+    thread = threading.Thread(target=lambda: said.append(headrace("--model", "second")))
+    thread.start()
+    eventually(lambda: view.workers().get("w1", {}).get("state") == "reloading" or said, "it reloads")
+    during = client.submit_many([{"prompt": f"during {i}", "max_tokens": 5} for i in range(20)])
+    thread.join(30)
+    assert (said[0].exit_code, said[0].output) == (0, "w1: serves second\n")
+    after = client.submit_and_wait("after", max_tokens=5, timeout=30)
+    results = [handle.result(timeout=30) for handle in [*before, *during]]
+    assert {result.model for result in results} == {"fake", "second"}
+    assert after.model == "second"
+    assert [result.token_ids for result in results[:150]] == [expected_tokens(f"before {i}", 150) for i in range(150)]
+    assert {result.attempt for result in results} == {1}
+    assert view.workers()["w1"]["model"] == "second"
+    view.assert_clean()
+
+
+def test_streams_go_on_behind_what_was_handed_back(server: Server, queue: str, client: Client, view: QueueView) -> None:
+    """A request longer than the drain: its text has neither gap nor repeat, and its final reply names who finished it."""
+    with worker_thread(server.url, queue, load=lambda model: FakeEngine(model, step_s=0.005), drain_s=0.1) as worker:
+        handle = client.submit("hello", max_tokens=300, stream=True)
+        chunks = handle.stream(timeout=30)
+        first = next(chunks)
+        worker.request_reload(Reload("second"))
+        text = first.text + "".join(chunk.text for chunk in chunks)
+        result = handle.result(timeout=30)
+    assert result.text == text
+    assert result.token_ids == expected_tokens("hello", 300)
+    assert (result.model, result.attempt) == ("second", 1)
+    view.assert_clean()
+
+
+def test_unloadable_model_leaves_the_old_one_serving(worker: WorkerProcess, client: Client, headrace: Headrace, view: QueueView) -> None:
+    said = headrace("--model", UNLOADABLE)
+    assert said.exit_code == 1
+    assert said.output == "w1: serves fake, for the other could not be loaded: FileNotFoundError: no such model: unloadable\n"
+    assert client.submit_and_wait("hello", max_tokens=3, timeout=30).model == "fake"
+    assert "unloadable" in view.workers()["w1"]["reload_error"]
+    assert headrace("--model", "second").exit_code == 0
+    assert view.workers()["w1"]["reload_error"] == ""
+
+
+def test_sighup_loads_the_served_model_anew(
+    server: Server, queue: str, client: Client, headrace: Headrace, view: QueueView, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with WorkerProcess(server.url, queue, "--name", "w1", log=log) as worker:
+        view.await_running()
+        assert headrace("--model", "second").exit_code == 0
+        handle = client.submit("hello", max_tokens=50)
+        worker.signal(signal.SIGHUP)
+        eventually(lambda: log.read_text().count("reloaded ") == 2, "reloaded again")
+        assert handle.result(timeout=30).token_ids == expected_tokens("hello", 50)
+        assert client.submit_and_wait("hello", max_tokens=3, timeout=30).model == "second"
+        assert worker.drain() == 0
+
+
+def test_only_the_worker_that_is_named_reloads(
+    server: Server, queue: str, worker: WorkerProcess, headrace: Headrace, view: QueueView
+) -> None:
+    with WorkerProcess(server.url, queue, "--name", "w2"):
+        view.await_running(2)
+        assert headrace("--model", "second", "--worker", "w2").output == "w2: serves second\n"
+        assert {name: said["model"] for name, said in view.workers().items()} == {"w1": "fake", "w2": "second"}
+        assert headrace("--model", "third").output == "w1: serves third\nw2: serves third\n"
+
+
+def test_worker_that_is_told_to_stop_while_it_loads_stops(server: Server, queue: str, client: Client, view: QueueView) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(model: str) -> FakeEngine:
+        if model:
+            loading.set()
+            go_on.wait(30)
+        return FakeEngine(model)
+
+    worker = Worker(WorkerConfig(redis_url=server.url, queue=queue), load)
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(worker.run()), daemon=True)
+    thread.start()
+    view.await_running()
+    worker.request_reload(Reload("second"))
+    assert loading.wait(30)
+    handle = client.submit("hello", max_tokens=3)
+    worker.request_stop()
+    eventually(lambda: worker.state == "draining", "it ends")
+    go_on.set()
+    thread.join(30)
+    assert codes == [0]
+    assert handle.status() == "queued"
+
+
+def test_reload_without_a_worker_is_an_error(headrace: Headrace) -> None:
+    said = headrace("--model", "second")
+    assert (said.exit_code, said.output) == (75, "headrace: MODEL_UNAVAILABLE: no live worker\n")
+    assert "no live worker is called w9" in headrace("--worker", "w9").output
+
+
+def test_reload_that_takes_too_long_is_told(worker: WorkerProcess, client: Client, headrace: Headrace) -> None:
+    handle = client.submit("hello", max_tokens=90000)
+    eventually(lambda: handle.status() == "running", "it runs")
+    said = headrace("--timeout", "0.3")
+    assert (said.exit_code, said.output) == (75, "headrace: WAIT_TIMEOUT: not reloaded yet: w1\n")
+    handle.cancel()

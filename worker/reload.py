@@ -1,0 +1,104 @@
+"""Another model in the place of the one that is served, without losing a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from producer.errors import HeadraceError
+from worker.core import Core
+from worker.engine_api import EngineLike
+from worker.intake import Intake
+
+LoadModel = Callable[[str], EngineLike]
+
+log = structlog.get_logger("headrace.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """An order: ``model`` is to be served, or where it is '' the same one is to be loaded anew; ``id`` is '' for a signal."""
+
+    model: str = ""
+    id: str = ""
+
+
+class Reloader:
+    """Carries out one order at a time, in the thread that calls `run`.
+
+    Fetching stops, what runs is finished for as long as a drain may take, and the rest is handed back; then the engine's
+    thread loads the new model beside the old one, which goes on serving where that fails. Queued requests wait meanwhile.
+
+    Args:
+        load: makes an engine with the model of a name; '' names the worker's own. Called in the engine's thread.
+        over: whether the worker is to end, which ends a reload as well.
+        wake: has `run` called soon, by the thread that calls it.
+    """
+
+    def __init__(self, core: Core, intake: Intake, load: LoadModel, *, over: Callable[[], bool], wake: Callable[[], None]) -> None:
+        self.active = False
+        self._core = core
+        self._intake = intake
+        self._load = load
+        self._over = over
+        self._wake = wake
+        self._model = ""
+        self._asked: Reload | None = None
+        self._done_id = ""
+        self._error = ""
+
+    def ask(self, order: Reload) -> None:
+        """Have `run` carry out ``order``, or the last one asked for before that. May be called from a signal handler."""
+        self._asked = order
+        self._wake()
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """For the heartbeat: the last order from the queue that was carried out, and why the last one's model is not served, if so."""
+        return {"reload": self._done_id, "reload_error": self._error}
+
+    def run(self) -> bool:
+        """Carry out what was asked for; False where nothing was."""
+        order, self._asked = self._asked, None
+        if order is None:
+            return False
+        self.active = True
+        model = order.model or self._model
+        log.info("reloading", model=model or "its own")
+        self._intake.pause()
+        self._empty()
+        if not self._over():
+            self._swap(model)
+            self._done_id = order.id or self._done_id
+        self.active = False
+        self._intake.resume()
+        return True
+
+    def _empty(self) -> None:
+        """Finish what runs, for as long as there is time, and hand the rest back."""
+        deadline_s = time.monotonic() + self._core.config.drain_s
+        self._await(lambda: not self._core.registry.running or time.monotonic() >= deadline_s)
+        if self._core.registry.running:
+            self._await(self._core.publisher.release().is_set)
+
+    def _swap(self, model: str) -> None:
+        swap = self._core.loop.replace(lambda: self._load(model))
+        self._await(swap.done.is_set)
+        if not swap.done.is_set():
+            return
+        if swap.failure is None:
+            self._model, self._error = model, ""
+            engine = self._core.loop.engine
+            self._core.metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
+            log.info("reloaded", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name)
+        else:
+            failure = swap.failure
+            self._error = failure.message if isinstance(failure, HeadraceError) else f"{type(failure).__name__}: {failure}"
+            log.error("model could not be loaded, the old one goes on serving", model=model, error=self._error)
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        while not (condition() or self._over()):
+            time.sleep(0.02)
