@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from producer import Client
 from producer.cli.group import main
+from producer.load.books import Remains, remains
 from tests.servers import Server
 from tests.workers import QueueView, WorkerProcess, eventually
 
@@ -101,26 +101,29 @@ def test_cancel_storm_leaves_nothing_behind(load: Load, worker: WorkerProcess) -
     load.view.assert_clean()
 
 
-def test_cancel_storm_sees_what_is_left(load: Load, worker: WorkerProcess) -> None:
-    """An intruder takes the lifetime of a reply away, as soon as there is one."""
-    stop = threading.Event()
-
-    def keep_for_ever() -> None:
-        while not stop.is_set():
-            for key in load.view.client.scan_iter(match=load.view.keys.reply("*")):
-                load.view.client.persist(key)
-
-    thread = threading.Thread(target=keep_for_ever)
-    thread.start()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("producer.load.cancel_storm._SETTLE_S", 0.2)
-            run = load("cancel-storm", "--count", 20, "--output-tokens", 2000)
-    finally:
-        stop.set()
-        thread.join()
+def test_cancel_storm_sees_entries_that_nobody_takes_off(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.load.cancel_storm._START_S", 0.1)
+    monkeypatch.setattr("producer.load.cancel_storm._SETTLE_S", 0.2)
+    run = load("cancel-storm", "--count", 20)
     assert run.exit_code == 1
-    assert "FAIL  every reply and state has a lifetime" in run.output
+    assert "PASS  every request has exactly one final reply: 20 of 20" in run.output
+    assert "FAIL  every entry has left its stream: 0 of 20" in run.output
+
+
+def test_what_requests_leave_is_counted_one_by_one(load: Load, worker: WorkerProcess) -> None:
+    with Client(load.url, queue=load.queue) as client:
+        handles = [client.submit(f"hello {i}", max_tokens=2) for i in range(4)]
+        for handle in handles:
+            handle.result(timeout=30)
+        raw, keys, ids = load.view.client, load.view.keys, [handle.id for handle in handles]
+        assert remains(raw, keys, ids) == Remains()
+        raw.persist(keys.reply(ids[0]))
+        raw.xadd(keys.reply(ids[1]), {"type": "final"})
+        raw.delete(keys.reply(ids[2]))
+        running = client.submit("long", max_tokens=90000)
+        eventually(load.view.pending, "it runs")
+        assert remains(raw, keys, [*ids, running.id]) == Remains(on_stream=1, pending=1, without_ttl=1, not_once=3)
+        running.cancel()
 
 
 def test_limits_answer_with_readable_errors(load: Load, worker: WorkerProcess) -> None:
