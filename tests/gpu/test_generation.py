@@ -28,6 +28,7 @@ from worker.engine.sampler import Sampler
 MAX_TOKENS = 20
 PROMPT_LENGTHS = (1, 2, 7, 8, 9, 16, 33, 90)
 SETTINGS: dict[str, Any] = {"num_blocks": 64, "max_batch_size": 6, "max_batch_tokens": 32}
+FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 WITHOUT_HOST = tuple(name for name, options in ARCHITECTURES.items() if EXPERTS.isdisjoint(options))
 """Whose decode steps must be captured; whether those of experts can be depends on the version of transformers."""
@@ -64,8 +65,17 @@ def test_output_is_that_of_transformers(model: Model) -> None:
 
     loop = Loop(model.loaded, random.Random(0), **SETTINGS)
     assert loop.runner._backend is triton_backend.attend
+    assert (loop.runner._fused is not None) == (model.loaded.name in FUSED)
     if model.loaded.name in WITHOUT_HOST:
         assert loop.runner._graphs is not None
+    model.check(loop)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_output_is_that_of_transformers_by_its_own_modules(model: Model, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engine.model_runner.ModelRunner._fuse", lambda _: None)
+    loop = Loop(model.loaded, random.Random(0), cuda_graphs=cuda_graphs, **SETTINGS)
+    assert (loop.runner._graphs is not None) == cuda_graphs or model.loaded.name not in WITHOUT_HOST
     model.check(loop)
 
 
@@ -86,7 +96,10 @@ def test_bfloat16_takes_tokens_that_are_nearly_the_likeliest(model: Model) -> No
         pytest.skip("rounding sends tokens of a random model to other experts")
     loaded = prepare_model(copy.deepcopy(model.own).to("cuda", torch.bfloat16), None, model.loaded.name)
     requests = [greedy_request(i, prompt, MAX_TOKENS) for i, prompt in enumerate(model.prompts)]
-    AheadLoop(loaded, **SETTINGS).run(requests)
+    loop = AheadLoop(loaded, **SETTINGS)
+    assert (loop.runner._fused is not None) == (model.loaded.name in FUSED)
+    assert loop.runner._graphs is not None
+    loop.run(requests)
     losses = []
     for request in requests:
         tokens = torch.tensor([request.prompt_token_ids + request.output_token_ids])

@@ -15,7 +15,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.paged_attention import Case, make_step
+from tests.tiny_models import tiny_model
 from worker.engine.attention import triton_backend
+from worker.engine.attention.layers import discover_layers
+from worker.engine.fused import cuda_decoder
+from worker.engine.model_loader import prepare_model
 
 CASES = {
     "decodes": Case(query_lens=(1, 1), seq_lens=(2000, 100), num_heads=9, num_kv_heads=3),
@@ -66,6 +70,20 @@ def test_kernels_compile_and_fit_a_small_card(name: str, dtype: torch.dtype, com
     assert [kernel.name for kernel in compiled] == ["write_kv_kernel", "paged_attention_kernel", "reduce_splits_kernel"]
     assert all(kernel.asm["cubin"] for kernel in compiled)
     assert all(kernel.metadata.shared <= 99 * 1024 for kernel in compiled)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_the_kernels_of_the_fused_decoder_compile(architecture: str, compiled: list[Any]) -> None:
+    loaded = prepare_model(tiny_model(architecture).bfloat16(), None, architecture)
+    caches = [(torch.zeros(8, 2, 16, 16, dtype=torch.bfloat16), torch.zeros(8, 2, 16, 16, dtype=torch.bfloat16))] * 4
+    layers = list(discover_layers(loaded.model, 64).values())
+    decoder = cuda_decoder.fuse(loaded.model, loaded.config, layers, caches, 64)
+    assert decoder is not None
+    meta = make_step(Case(query_lens=(1, 5), seq_lens=(9, 5))).meta
+    with torch.inference_mode():
+        decoder(torch.zeros(6, dtype=torch.int64), meta.positions, meta, torch.arange(2))
+    names = {"add_norm_kernel", "rotate_and_write_kernel", "paged_attention_kernel", "gated_activation_kernel"}
+    assert {kernel.name for kernel in compiled} == names
 
 
 def test_batch_sizes_and_lengths_share_one_kernel(compiled: list[Any]) -> None:

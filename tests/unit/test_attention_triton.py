@@ -19,8 +19,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
-def run_tests(file: str, **environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
+def run_tests(*files: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in files)]
     done = subprocess.run(command, check=False, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
@@ -34,10 +34,10 @@ def interpreter_works() -> bool:
 
 
 @pytest.mark.slow
-def test_kernels_in_the_interpreter_do_what_the_definition_says() -> None:
+def test_kernels_in_the_interpreter_compute_what_they_should() -> None:
     if not interpreter_works():
         pytest.skip("the interpreter of this triton needs numpy < 2.4")
-    run_tests("interpreted_attention_triton.py", TRITON_INTERPRET="1")
+    run_tests("interpreted_attention_triton.py", "interpreted_cuda_decoder.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow

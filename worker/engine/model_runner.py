@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import structlog
@@ -27,6 +28,10 @@ from worker.engine.sampler import Sampler
 from worker.engine.step_results import WantedRows
 
 log = structlog.get_logger("headrace.engine")
+
+
+Decoder = Callable[[Tensor, Tensor, StepMetadata, Tensor], tuple[Tensor, Tensor]]
+"""(input_ids [T], positions [T], metadata, rows whose logits are wanted) -> logits [rows, vocab], hidden states [T, hidden]."""
 
 
 class ForwardOutput(NamedTuple):
@@ -69,9 +74,7 @@ class ModelRunner:
         self._inputs = self._make_inputs(config)
         self._sampler = Sampler()
         self._graphs: DecodeGraphs | None = None
-        self._fused: FusedDecoder | None = None
-        if isinstance(self._backend, cpu_backend.CpuAttention):
-            self._fused = fuse(loaded.model, loaded.config, self.layers, self.cache.layers, loaded.max_model_len)
+        self._fused = self._fuse()
         self._probe(config)
         self._capture(config)
         runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
@@ -86,10 +89,21 @@ class ModelRunner:
             device=self._loaded.device,
         )
 
+    def _fuse(self) -> Decoder | None:
+        """The fused decoder of the device and the backend, if the model is one that it computes."""
+        loaded = self._loaded
+        arguments = loaded.model, loaded.config, self.layers, self.cache.layers, loaded.max_model_len
+        if isinstance(self._backend, cpu_backend.CpuAttention):
+            return fuse(*arguments)
+        if self._backend is _triton_attention():
+            from worker.engine.fused import cuda_decoder  # needs Triton
+
+            return cuda_decoder.fuse(*arguments)
+        return None
+
     def _capture(self, config: EngineConfig) -> None:
         """Capture decode steps, if the backend may be captured, and check what they compute; a model that cannot be runs without."""
-        waits = self._backend is torch_backend.attend or isinstance(self._backend, flashinfer_backend.FlashInferAttention)
-        if not config.cuda_graphs or self._loaded.device.type != "cuda" or waits:
+        if not config.cuda_graphs or self._loaded.device.type != "cuda" or self._backend is not _triton_attention():
             return
         graphs = DecodeGraphs(self._forward, config.max_batch_size, self._max_blocks, config.block_size, self._loaded.device)
         try:
@@ -110,28 +124,30 @@ class ModelRunner:
 
     def free_unused_weights(self) -> None:
         """Free those weights of the model's own modules that steps do not read; no other runner may be made of the model after it."""
-        if self._fused is not None:
+        if isinstance(self._fused, FusedDecoder):
             self._fused.release()
 
     def _probe(self, config: EngineConfig) -> None:
-        if self._fused is not None:
+        """Check what the model computes here. The fastest way is tried first; one that fails gives way to the next."""
+        while True:
             try:
-                self._check_numbers(config)
-            except ModelUnavailable as error:
-                log.error("the fused decoder computes something else than the model: the model's own modules serve", reason=str(error))
-                self._fused = None
-            else:
-                return
-        try:
-            self._check_numbers(config)
-        except Exception as error:
-            if self._loaded.device.type == "cpu" or self._backend is torch_backend.attend:
-                raise
-            log.error(
-                "the attention kernels fail on this device: the reference serves", error=type(error).__name__, reason=str(error)[:500]
-            )
+                return self._check_numbers(config)
+            except Exception as error:
+                if not self._give_way(error):
+                    raise
+
+    def _give_way(self, error: Exception) -> bool:
+        """Do without the fastest part of what has failed; False where there is nothing left to do without."""
+        reason = {"error": type(error).__name__, "reason": str(error)[:500]}
+        if self._fused is not None:
+            log.error("the fused decoder fails: the model's own modules serve", **reason)
+            self._fused = None
+        elif self._loaded.device.type == "cuda" and self._backend is not torch_backend.attend:
+            log.error("the attention kernels fail: the reference serves", **reason)
             self._backend = torch_backend.attend
-            self._check_numbers(config)
+        else:
+            return False
+        return True
 
     def _check_numbers(self, config: EngineConfig) -> None:
         num_blocks = min(self.num_blocks, 64)
@@ -170,14 +186,14 @@ class ModelRunner:
             input_ids: ``[1, T]``; positions ``[1, T]``.
             logits_rows: ``[rows]``, the tokens whose logits are wanted.
         """
-        if self._fused is not None:
-            return ForwardOutput(*self._fused(input_ids[0], positions[0], meta, logits_rows))
         if self._graphs is not None and (replayed := self._graphs.run(input_ids, positions, meta)) is not None:
             logits, hidden = replayed
             return ForwardOutput(logits[logits_rows], hidden)
         return self._forward(input_ids, positions, meta, logits_rows)
 
     def _forward(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> ForwardOutput:
+        if self._fused is not None:
+            return ForwardOutput(*self._fused(input_ids[0], positions[0], meta, logits_rows))
         with paged_context(PagedContext(meta, self._backend, self._caches)):
             output = self._model(input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows)
         hidden, self._hidden = self._hidden, None
@@ -204,11 +220,19 @@ def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], block_size
         return flashinfer_backend.FlashInferAttention(device)
     if wanted == "auto" and device.type == "cpu" and _cpu_kernels_serve(layers, loaded.dtype, block_size):
         return cpu_backend.CpuAttention()
-    if wanted == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from worker.engine.attention import triton_backend  # comes with a torch for CUDA, but not with every torch
-
-        return triton_backend.attend
+    triton_attention = _triton_attention()
+    if wanted == "auto" and device.type == "cuda" and triton_attention is not None:
+        return triton_attention
     return torch_backend.attend
+
+
+def _triton_attention() -> AttentionBackend | None:
+    """Our kernels for CUDA. None without Triton, which comes with a torch for CUDA, but not with every torch."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from worker.engine.attention import triton_backend
+
+    return triton_backend.attend
 
 
 def _cpu_kernels_serve(layers: list[AttentionLayer], dtype: torch.dtype, block_size: int) -> bool:

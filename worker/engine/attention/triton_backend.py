@@ -61,8 +61,8 @@ def attend(
 def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store K ``[T, Hkv, D]`` and V ``[T, Hkv, Dv]`` at their tokens' slots, in one launch; a negative slot is skipped."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
-    dims, value_dims = _next_power(head_dim), _next_power(v_cache.shape[3])
-    heads = min(_next_power(num_kv_heads), max(1, 4096 // max(dims, value_dims)))
+    dims, value_dims = next_power(head_dim), next_power(v_cache.shape[3])
+    heads = min(next_power(num_kv_heads), max(1, 4096 // max(dims, value_dims)))
     write_kv_kernel[(key.shape[0], -(-num_kv_heads // heads))](
         *(key, value, k_cache, v_cache, slot_mapping),
         *(*key.stride()[:2], *value.stride()[:2], k_cache.stride(0), v_cache.stride(0)),
@@ -154,7 +154,7 @@ def choose_tiles(group: int, head_dim: int, value_dim: int, itemsize: int) -> Ti
     key_bytes = sum(widths) * itemsize
     exact = itemsize == 4  # float32 products run in registers, without matrix units: small tiles, or they spill
     keys = max(16, min(16 if exact else 64, _prev_power(_TILE_BYTES // key_bytes)))
-    decode_rows = max(16, _next_power(group))
+    decode_rows = max(16, next_power(group))
     prefill_rows = max(16 if exact else 64 if max(widths) <= 256 else 32, decode_rows)
     pipeline_bytes = _SHARED_BYTES - prefill_rows * widths[0] * itemsize
     stages = max(1, min(3, pipeline_bytes // (keys * key_bytes)))
@@ -198,9 +198,9 @@ def decode_split_count(num_decodes: int, num_kv_heads: int, max_keys: int, multi
     The count depends on the batch size rounded up to a power of two alone, and shorter sequences use fewer: so a sequence is
     split alike with and without a captured graph, which pads the batch.
     """
-    longest = _next_power(-(-max_keys // MIN_SPLIT.value))
-    programs = _next_power(max(1, num_decodes)) * num_kv_heads
-    filling = _next_power(-(-4 * multiprocessors // programs))
+    longest = next_power(-(-max_keys // MIN_SPLIT.value))
+    programs = next_power(max(1, num_decodes)) * num_kv_heads
+    filling = next_power(-(-4 * multiprocessors // programs))
     return min(longest, max(_MIN_DECODE_SPLITS, min(filling, _MAX_DECODE_SPLITS)))
 
 
@@ -208,7 +208,7 @@ def prefill_split_count(num_tiles: int, num_kv_heads: int, max_keys: int, multip
     """Programs that a chunk tile's keys may be split over: more than one only where the tiles alone leave the device half empty."""
     if num_tiles == 0:
         return 1
-    longest = _next_power(-(-max_keys // (4 * MIN_SPLIT.value)))
+    longest = next_power(-(-max_keys // (4 * MIN_SPLIT.value)))
     filling = _prev_power(max(1, 2 * multiprocessors // (num_tiles * num_kv_heads)))
     return min(longest, filling, _MAX_PREFILL_SPLITS)
 
@@ -225,10 +225,10 @@ def _dense_rows(tensor: Tensor) -> Tensor:
 
 def _width(dim: int) -> int:
     """Columns of a tile; the matrix units take no fewer than 16."""
-    return max(16, _next_power(dim))
+    return max(16, next_power(dim))
 
 
-def _next_power(number: int) -> int:
+def next_power(number: int) -> int:
     """The least power of two that is not smaller."""
     return 1 << (number - 1).bit_length()
 

@@ -68,20 +68,29 @@ class DecoderStructure:
     rotary_dim: int
 
 
-def recognise(model: Any, config: Any, attention: Sequence[AttentionLayer], max_positions: int) -> DecoderStructure:
+def recognise(
+    model: Any,
+    config: Any,
+    attention: Sequence[AttentionLayer],
+    max_positions: int,
+    dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16}),
+    multiple: int = 32,
+) -> DecoderStructure:
     """The structure of a transformers ``...ForCausalLM``.
 
     Args:
         config: of the text model.
         attention: of each layer, in order.
         max_positions: the longest context; rotations are tabled up to it.
+        dtypes: that the kernels serve.
+        multiple: of which the kernels want the sizes of the matrices.
 
     Raises:
-        NotRecognised: it is not one that the native step computes.
+        NotRecognised: it is not one that the kernels compute.
     """
     _require(type(model).__name__ in _ARCHITECTURES, f"{type(model).__name__} is not a known architecture")
     _require(type(model).__module__.startswith("transformers.models."), "its code is not transformers' own")
-    _require(model.dtype == torch.bfloat16, f"its dtype is {model.dtype}")
+    _require(model.dtype in dtypes, f"its dtype is {model.dtype}")
     base = model.model
     ropes = _Ropes(base, max_positions)
     eps = float(config.rms_norm_eps)
@@ -99,7 +108,7 @@ def recognise(model: Any, config: Any, attention: Sequence[AttentionLayer], max_
         logits_softcap=getattr(config, "final_logit_softcapping", None),
         rotary_dim=ropes.rotary_dim,
     )
-    _check_sizes(structure)
+    _check_sizes(structure, multiple)
     return structure
 
 
@@ -134,7 +143,7 @@ def _linear(module: Any) -> nn.Linear:
 
 def _norm(module: Any, eps: float) -> Tensor:
     """What the norm multiplies by, found by norming a row of ones: some models store the weight less one."""
-    ones = torch.ones(module.weight.shape[0], dtype=torch.float32)
+    ones = torch.ones(module.weight.shape[0], dtype=torch.float32, device=module.weight.device)
     factors: Tensor = (module(ones) * (1.0 + eps) ** 0.5).float().contiguous()
     return factors
 
@@ -151,6 +160,7 @@ class _Ropes:
     def __init__(self, base: Any, max_positions: int) -> None:
         self.rotary_dim = 0
         self._rotary = base.rotary_emb
+        self._device = base.embed_tokens.weight.device
         self._max_positions = max_positions
         self._tables: dict[str | None, Tensor] = {}
 
@@ -164,8 +174,9 @@ class _Ropes:
         return self._tables[kind]
 
     def _make(self, kind: str | None) -> Tensor:
-        positions = torch.arange(self._max_positions)[None]
-        cosines, sines = self._rotary(torch.ones(1, dtype=torch.float32), positions, *([kind] if kind else []))
+        positions = torch.arange(self._max_positions, device=self._device)[None]
+        of_dtype = torch.ones(1, dtype=torch.float32, device=self._device)
+        cosines, sines = self._rotary(of_dtype, positions, *([kind] if kind else []))
         half = cosines.shape[-1] // 2
         _require(self._max_positions * half * 8 <= _MAX_ROPE_BYTES, "its context is too long for a table of rotations")
         _require(self.rotary_dim in (0, 2 * half), "its layers rotate different numbers of dims")
@@ -175,7 +186,7 @@ class _Ropes:
         return torch.cat([cosines[0, :, :half], sines[0, :, :half]], -1).float().contiguous()
 
 
-def _check_sizes(structure: DecoderStructure) -> None:
+def _check_sizes(structure: DecoderStructure, multiple: int) -> None:
     first = structure.layers[0]
     hidden = structure.embedding.shape[1]
     a = first.attention
@@ -187,7 +198,7 @@ def _check_sizes(structure: DecoderStructure) -> None:
     _require(structure.rotary_dim <= a.head_dim, "it rotates more dims than a head has")
     qkv = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
     for name, size in (("hidden", hidden), ("intermediate", first.gate.out_features), ("heads", a.num_heads * a.head_dim), ("qkv", qkv)):
-        _require(size % 32 == 0, f"its {name} size, {size}, is not a multiple of 32")
+        _require(size % multiple == 0, f"its {name} size, {size}, is not a multiple of {multiple}")
 
 
 def _shape(layer: LayerStructure) -> tuple[int, ...]:

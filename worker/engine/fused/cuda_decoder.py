@@ -1,0 +1,182 @@
+"""A recognised decoder on a CUDA device: four matrix products a layer, and one kernel between each two.
+
+The modules of transformers launch some forty kernels a layer, most of which move a few kilobytes; even replayed as a graph they
+take longer than the weights take to be read. Here a layer is about ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from worker.engine.attention.layers import AttentionLayer
+from worker.engine.attention.metadata import StepMetadata
+from worker.engine.attention.triton_backend import next_power, paged_attention
+from worker.engine.fused.structure import DecoderStructure, LayerStructure, NotRecognised, recognise
+from worker.engine.fused.triton_kernels import add_norm_kernel, gated_activation_kernel, rotate_and_write_kernel
+
+_ACTIVATION_COLUMNS = 1024
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+log = structlog.get_logger("headrace.engine")
+
+
+def fuse(
+    model: Any, config: Any, attention: Sequence[AttentionLayer], caches: Sequence[tuple[Tensor, Tensor]], max_positions: int
+) -> CudaDecoder | None:
+    """The fused decoder of a transformers model, or None where its structure is not one that is computed here (logged).
+
+    Arguments as of `structure.recognise` and `CudaDecoder`.
+    """
+    try:
+        structure = recognise(model, config, attention, max_positions, _DTYPES, multiple=1)
+    except NotRecognised as reason:
+        log.info("no fused decoder, the model's own modules serve", reason=str(reason))
+        return None
+    return CudaDecoder(structure, caches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Weights:
+    """A linear layer, or several merged into one."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    structure: LayerStructure
+    qkv: _Weights
+    o: _Weights
+    gate_up: _Weights
+    down: _Weights
+    qk_norms: Tensor | None
+    cache: tuple[Tensor, Tensor]
+
+
+class CudaDecoder:
+    """Computes steps over a paged cache; nothing in it waits for the device, so its steps may be captured.
+
+    The linear layers that it merges become views of the merged ones: the model's modules go on working, on the same memory.
+
+    Args:
+        caches: (K, V) of each layer, in order, as `attention.triton_backend` takes them.
+    """
+
+    def __init__(self, structure: DecoderStructure, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._structure = structure
+        self._layers = [_merge_layer(layer, cache) for layer, cache in zip(structure.layers, caches, strict=True)]
+        self._head = _Weights(structure.head.weight, structure.head.bias)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute a step.
+
+        Args:
+            input_ids: int64 ``[T]``; positions alike.
+            logits_rows: int64 ``[rows]``, the tokens whose logits are wanted.
+
+        Returns:
+            Logits ``[rows, vocab]``, and the hidden states of all rows after the final norm, ``[T, hidden]``.
+        """
+        structure = self._structure
+        stream = structure.embedding[input_ids]
+        if structure.embedding_factor != 1.0:
+            stream *= structure.embedding_factor
+        delta, delta_norm = None, None
+        for layer in self._layers:
+            normed = self._add_norm(stream, delta, delta_norm, layer.structure.attn_norm)
+            delta = layer.o(self._attend(layer, normed, positions, meta))
+            normed = self._add_norm(stream, delta, layer.structure.attn_out_norm, layer.structure.mlp_norm)
+            delta, delta_norm = layer.down(self._activate(layer.gate_up(normed))), layer.structure.mlp_out_norm
+        hidden = self._add_norm(stream, delta, delta_norm, structure.final_norm)
+        return self._logits(hidden[logits_rows]), hidden
+
+    def _add_norm(self, stream: Tensor, delta: Tensor | None, delta_norm: Tensor | None, norm: Tensor) -> Tensor:
+        """Add ``delta`` (normed, where there is a ``delta_norm``) to ``stream``, in place; returns the normed stream."""
+        normed = torch.empty_like(stream)
+        width = stream.shape[1]
+        add_norm_kernel[(stream.shape[0],)](
+            *(stream, delta, delta_norm, norm, normed, self._structure.residual_factor, self._structure.norm_eps),
+            WIDTH=width,
+            COLUMNS=next_power(width),
+            HAS_DELTA=delta is not None,
+            HAS_DELTA_NORM=delta_norm is not None,
+            num_warps=min(16, max(1, next_power(width) // 512)),
+        )
+        return normed
+
+    def _attend(self, layer: _Layer, normed: Tensor, positions: Tensor, meta: StepMetadata) -> Tensor:
+        attention, rope = layer.structure.attention, layer.structure.rope
+        k_cache, v_cache = layer.cache
+        qkv = layer.qkv(normed)
+        query = qkv.new_empty(qkv.shape[0], attention.num_heads, attention.head_dim)
+        rotate_and_write_kernel[(qkv.shape[0], attention.num_heads + 2 * attention.num_kv_heads)](
+            *(qkv, query, k_cache, v_cache, meta.slot_mapping, positions, rope, layer.qk_norms, self._structure.norm_eps),
+            *(k_cache.stride(0), v_cache.stride(0)),
+            NUM_HEADS=attention.num_heads,
+            NUM_KV_HEADS=attention.num_kv_heads,
+            HEAD_DIM=attention.head_dim,
+            HALF=0 if rope is None else rope.shape[1] // 2,
+            BLOCK_SIZE=k_cache.shape[2],
+            DIMS=next_power(attention.head_dim),
+            HAS_NORMS=layer.qk_norms is not None,
+            num_warps=1,
+        )
+        attended = paged_attention(query, k_cache, v_cache, meta, scale=attention.scale, window=attention.window, softcap=attention.softcap)
+        return attended.flatten(1)
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[1] // 2
+        out = gate_up.new_empty(gate_up.shape[0], width)
+        columns = min(next_power(width), _ACTIVATION_COLUMNS)
+        is_gelu = self._structure.activation != "silu"
+        gated_activation_kernel[(gate_up.shape[0], -(-width // columns))](gate_up, out, WIDTH=width, COLUMNS=columns, IS_GELU=is_gelu)
+        return out
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self._head(hidden)
+        if self._structure.logits_factor != 1.0:
+            logits *= self._structure.logits_factor
+        cap = self._structure.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _merge_layer(layer: LayerStructure, cache: tuple[Tensor, Tensor]) -> _Layer:
+    norms = None
+    if layer.q_norm is not None and layer.k_norm is not None:
+        norms = torch.stack([layer.q_norm, layer.k_norm])
+    qkv, gate_up = _merge(layer.qkv), _merge((layer.gate, layer.up))
+    if qkv.weight.is_cuda:
+        torch.cuda.empty_cache()  # gives back what the parts had, layer by layer: there is little else left beside the KV cache
+    return _Layer(
+        structure=layer,
+        qkv=qkv,
+        o=_Weights(layer.o.weight, layer.o.bias),
+        gate_up=gate_up,
+        down=_Weights(layer.down.weight, layer.down.bias),
+        qk_norms=norms,
+        cache=cache,
+    )
+
+
+def _merge(modules: Sequence[nn.Linear]) -> _Weights:
+    """One matrix of several; each module's weight becomes its rows of it."""
+    sizes = [module.out_features for module in modules]
+    weight = torch.cat([module.weight.detach() for module in modules])
+    for module, rows in zip(modules, weight.split(sizes), strict=True):
+        module.weight = nn.Parameter(rows, requires_grad=False)
+    if all(module.bias is None for module in modules):
+        return _Weights(weight, None)
+    biases = [weight.new_zeros(module.out_features) if module.bias is None else module.bias.detach() for module in modules]
+    return _Weights(weight, torch.cat(biases))
