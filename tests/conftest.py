@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,6 +14,13 @@ from producer import Client
 from producer.keys import Keys
 from tests.responder import Responder, echo
 from tests.servers import KINDS, Server, binary
+
+
+def pytest_configure() -> None:
+    """A run that was started in the background ignores SIGINT, and so would every process that a test starts and interrupts."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
