@@ -1,1 +1,1 @@
-"""Whole decoder steps in one native call, for model structures that are recognised exactly; bfloat16 on the CPU."""
+"""Whole decoder steps for model structures that are recognised exactly: one native call on the CPU, ten kernels a layer on CUDA."""
