@@ -143,13 +143,16 @@ def answered(calls: Sequence[Call]) -> list[RequestRecord]:
 
 
 def phase_figures(calls: Sequence[Call], start_s: float, seconds: float) -> dict[str, float]:
-    """Latencies of ``calls``, and throughput within the ``seconds`` from ``start_s``, so that the last ones' end does not dilute it."""
+    """Latencies of ``calls``, answers a second until the last one, and tokens a second within the ``seconds`` from ``start_s``.
+
+    Of the tokens only those that came while new calls were made are counted: the last calls' end runs at less than the load.
+    """
     records, end_s = answered(calls), start_s + seconds
     tokens = sum(start_s <= at_s < end_s for call in calls for at_s in call.record.token_times_s)
     return {
         "requests": len(calls),
         "failed": sum(bool(call.code) for call in calls),
-        "requests_per_s": sum(record.finished_s < end_s for record in records) / seconds,
+        "requests_per_s": len(records) / (max(record.finished_s for record in records) - start_s) if records else 0.0,
         "output_tokens_per_s": tokens / seconds,
         **latency_figures(records),
     }

@@ -84,4 +84,4 @@ def _panels(phases: dict[str, list[RequestRecord]], ttft_goal_ms: float) -> list
 def distribution(label: str, values: Sequence[float]) -> Series:
     """The share of ``values`` up to each of them."""
     ordered = sorted(values)
-    return Series(label, ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], "step")
+    return Series(label, [*ordered[:1], *ordered], [i / len(ordered) for i in range(len(ordered) + 1)] if ordered else [], "step")

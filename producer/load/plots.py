@@ -44,6 +44,8 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def _scale(axes: Any, panel: Panel) -> None:
+    from matplotlib.ticker import LogLocator
+
     if panel.y_scale == "log":
         axes.set_yscale("log")
     elif not any(series.style == "bars" for series in panel.series):
@@ -56,6 +58,8 @@ def _scale(axes: Any, panel: Panel) -> None:
     elif panel.x_scale == "log":
         axes.set_xscale("log")
         axes.margins(x=0.1)
+    if panel.y_scale == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis, scale in ((axes.yaxis, panel.y_scale), (axes.xaxis, panel.x_scale)):
         if scale == "log":
             axis.set_major_formatter("{x:g}")

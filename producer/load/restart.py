@@ -63,7 +63,7 @@ def _report(calls: Sequence[Call], checks: list[Check], at_s: float, gap_goal_s:
     moved = Check("tokens flow again", gap is not None and length_s <= gap_goal_s, f"none for {length_s:.2f} s, goal {gap_goal_s:g} s")
     taken_over = sum(call.attempt > 1 for call in calls)
     workers = Counter(call.worker for call in calls if call.worker)
-    rows: list[list[Cell]] = [["requests", len(calls)], ["taken over from another worker", taken_over], ["without progress, s", length_s]]
+    rows: list[list[Cell]] = [["requests", len(calls)], ["answered in a later attempt", taken_over], ["without progress, s", length_s]]
     if gap is not None:
         rows.append(["from the restart to progress, s", gap[1] - at_s])
     rows += [[f"answered by {name}", count] for name, count in workers.most_common()]

@@ -15,6 +15,8 @@ from producer import Client
 from producer.cli.group import main
 from tests.fakes import UNLOADABLE, FakeEngine, expected_tokens
 from tests.servers import Server
+from tests.tiny_engine import byte_tokenizer
+from tests.tiny_models import tiny_model
 from tests.workers import QueueView, WorkerProcess, eventually, worker_thread
 from worker.config import WorkerConfig
 from worker.reload import Reload
@@ -144,6 +146,29 @@ def test_worker_that_is_told_to_stop_while_it_loads_stops(server: Server, queue:
     thread.join(30)
     assert codes == [0]
     assert handle.status() == "queued"
+
+
+def test_a_real_model_takes_the_place_of_another(
+    server: Server, queue: str, client: Client, headrace: Headrace, view: QueueView, tmp_path: Path
+) -> None:
+    for seed, name in enumerate(("first", "second")):
+        tiny_model("llama", seed).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    module = ("worker.cli", "worker")
+    with WorkerProcess(server.url, queue, "--name", "w1", "--model", tmp_path / "first", "--kv-memory", "8MiB", module=module) as worker:
+        eventually(lambda: view.workers().get("w1", {}).get("state") == "running", "it serves", 120)
+        before = [client.submit("a mill", max_tokens=64, temperature=0, ignore_eos=True) for _ in range(3)]
+        assert headrace("--model", str(tmp_path / "second")).output == "w1: serves second\n"
+        after = client.submit_and_wait("a mill", max_tokens=64, temperature=0, ignore_eos=True, timeout=60)
+        assert headrace("--model", str(tmp_path / "third")).exit_code == 1
+        results = [handle.result(timeout=60) for handle in before]
+        assert {result.model for result in results} <= {"first", "second"}
+        assert after.model == "second"
+        texts = {result.model: result.token_ids for result in [*results, after]}
+        assert [texts[result.model] for result in results] == [result.token_ids for result in results]
+        assert texts.get("first") != texts["second"]
+        assert client.submit_and_wait("a mill", max_tokens=64, temperature=0, ignore_eos=True, timeout=60).token_ids == after.token_ids
+        assert worker.drain() == 0
 
 
 def test_reload_without_a_worker_is_an_error(headrace: Headrace) -> None:

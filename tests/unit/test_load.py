@@ -62,7 +62,7 @@ def test_throughput_counts_what_falls_within_the_phase() -> None:
     figures = phase_figures(calls, 1.0, 4.0)
     assert (figures["requests"], figures["failed"]) == (3, 1)
     assert figures["output_tokens_per_s"] == 5 / 4
-    assert figures["requests_per_s"] == 1 / 4
+    assert figures["requests_per_s"] == 2 / 4.5
 
 
 def test_latencies_are_told_from_the_submission() -> None:
@@ -88,8 +88,9 @@ def test_rate_adds_up_to_the_number_of_events() -> None:
     assert rate([]).y == [0.0, 0.0]
 
 
-def test_distribution_ends_at_one() -> None:
-    assert distribution("a", [3.0, 1.0]) == Series("a", [1.0, 3.0], [0.5, 1.0], "step")
+def test_distribution_goes_from_none_to_all() -> None:
+    assert distribution("a", [3.0, 1.0]) == Series("a", [1.0, 1.0, 3.0], [0.0, 0.5, 1.0], "step")
+    assert distribution("a", []) == Series("a", [], [], "step")
 
 
 def test_prompts_have_their_length_and_share_no_beginning() -> None:
