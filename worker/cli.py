@@ -67,6 +67,9 @@ _engine_options = _options(
     ),
     click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
     click.option("--policy", default="continuous", show_default=True, type=click.Choice(["continuous", "static"])),
+    click.option(
+        "--attention", default="auto", show_default=True, type=click.Choice(["auto", "torch", "flashinfer"]), help="Attention kernels."
+    ),
     click.option("--realtime-reserved", default=0.5, show_default=True, type=click.FloatRange(0, 1), help="Share kept free of batch work."),
     click.option("--batch-floor", default=0.1, show_default=True, type=click.FloatRange(0, 1), help="Share that batch work always keeps."),
     click.option(

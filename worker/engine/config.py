@@ -38,7 +38,6 @@ class EngineConfig:
         attention: ``auto`` takes the fastest kernels of ours for the device; ``torch``, the reference; ``flashinfer``, if installed.
         cuda_graphs: on CUDA, replay decode steps as captured graphs.
         run_ahead: launch a step before the tokens of the one before it were read; None: on CUDA.
-        compile: fuse elementwise work through inductor where a compiler exists.
         seed: mixed into the noise of requests without a seed of their own.
         trust_remote_code: allow a hub model's own code to run.
     """
@@ -63,7 +62,6 @@ class EngineConfig:
     attention: Attention = "auto"
     cuda_graphs: bool = True
     run_ahead: bool | None = None
-    compile: bool = False
     seed: int = 0
     trust_remote_code: bool = False
 
