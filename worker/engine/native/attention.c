@@ -3,17 +3,16 @@
  * (Kwon et al., PagedAttention, 2023). Scores are kept in units of log2, so that 2**x serves.
  */
 #include "attention_kernels.h"
+#include "softmax.h"
 
 #define SPAN_GROUPS (SPAN / GROUP)
 
-struct row_state { float max, sum; };
-
 struct attn_scratch {
-    struct row_state rows[MAX_ROWS];
+    struct softmax softmax;
     const char *blocks[2][SPAN_GROUPS]; /* keys and values of the span's groups, of the item's first KV head */
     const void *groups[SPAN_GROUPS + GROUPS_AT_ONCE]; /* the same of one KV head */
-    _Alignas(CACHE_LINE) float scores[MAX_ROWS * SPAN];
-    _Alignas(CACHE_LINE) float weights[MAX_ROWS * SPAN]; /* of the cache's dtype, so half as many bytes in bfloat16 */
+    _Alignas(CACHE_LINE) float scores[MAX_ROWS * SPAN_STRIDE];
+    _Alignas(CACHE_LINE) float weights[MAX_ROWS * SPAN_STRIDE]; /* of the cache's dtype, so half as many bytes in bfloat16 */
     /* then: query rows, output rows, one group of values */
 };
 
@@ -73,11 +72,8 @@ static void load_query(const struct attn_tile *t, const void *query, int64_t que
 
 static void begin_rows(const struct attn_tile *t) {
     memset(t->out, 0, (size_t)(t->num_rows * t->shape.o_stride) * sizeof(float));
-    for (int r = 0; r < t->num_rows; r++) {
-        t->scratch->rows[r] = (struct row_state){-INFINITY, 0};
-        if (t->layer->sinks && t->item->part == 0)
-            t->scratch->rows[r] = (struct row_state){t->layer->sinks[source_of(t, r).head] * LOG2E, 1};
-    }
+    for (int r = 0; r < t->num_rows; r++)
+        softmax_begin(&t->scratch->softmax, r, t->layer->sinks && t->item->part == 0 ? t->layer->sinks[source_of(t, r).head] * LOG2E : -INFINITY);
 }
 
 static void store_row(const struct attn_tile *t, int row, const float *o, float sum, void *out, int64_t out_stride) {
@@ -143,53 +139,18 @@ static const void *clean_tail(const struct attn_tile *t, const void *group, int 
 
 /* ---- one span ---- */
 
-static void store_weights(const struct attn_tile *t, int index, v16f w) {
-    if (t->layer->dtype == DTYPE_F32) v_store(t->scratch->weights + index, w);
-    else v_store_bf16((bf16 *)t->scratch->weights + index, w);
-}
-
-/* Caps the scores of columns [lo, hi), in place, and hides those outside of it in the vectors at its ends. */
-static void mask_scores(const struct attn_layer *layer, float *s, int lo, int hi) {
-    if (layer->softcap > 0)
-        for (int j = lo / LANES * LANES; j < hi; j += LANES)
-            v_store(s + j, layer->softcap * v_tanh(v_load(s + j) * (layer->scale / layer->softcap)));
-    for (int j = lo / LANES * LANES; j < hi; j = j == (hi - 1) / LANES * LANES ? hi : (hi - 1) / LANES * LANES)
-        v_store(s + j, v_select((v_iota + j >= lo) & (v_iota + j < hi), v_load(s + j), v_set(-INFINITY)));
-}
-
-static float max_score(const float *s, int lo, int hi) {
-    v16f max = v_set(-INFINITY);
-    for (int j = lo / LANES * LANES; j < hi; j += LANES) max = v_max(v_load(s + j), max);
-    return v_hmax(max);
-}
-
-/* One row's softmax over columns [lo, hi) of `width`: weights out, running state and output row updated. */
-static void softmax_row(const struct attn_tile *t, int row, int lo, int hi, int width) {
-    struct row_state *state = &t->scratch->rows[row];
-    float *s = t->scratch->scores + row * SPAN, *o = t->out + row * t->shape.o_stride;
-    float factor = LOG2E * (t->layer->softcap > 0 ? 1 : t->layer->scale);
-    int first = lo / LANES * LANES, j = 0;
-    if (lo < hi) {
-        mask_scores(t->layer, s, lo, hi);
-        float max = max_score(s, lo, hi) * factor;
-        if (max > state->max && state->sum > 0) {
-            float shrink = v_exp2(v_set(state->max - max))[0];
-            state->sum *= shrink;
-            for (int d = 0; d < t->shape.o_stride; d += LANES) v_store(o + d, v_load(o + d) * shrink);
-        }
-        state->max = max > state->max ? max : state->max;
-    } else {
-        first = width;
+/* Which columns of the span [begin, end) each row sees. */
+static void set_visible(const struct attn_tile *t, int begin, int end) {
+    struct softmax *softmax = &t->scratch->softmax;
+    for (int r = 0; r < t->item->num_rows; r++) {
+        int position = t->first_position + (t->item->row + r) / t->group, window = t->layer->window;
+        softmax->lo[r] = window > 0 ? max_int(position - window + 1 - begin, 0) : 0;
+        softmax->hi[r] = min_int(position + 1, end) - begin;
     }
-    v16f sum = {0};
-    for (; j < first; j += LANES) store_weights(t, row * SPAN + j, v_set(0));
-    for (; j < hi; j += LANES) {
-        v16f w = v_exp2(v_load(s + j) * factor - state->max);
-        store_weights(t, row * SPAN + j, w);
-        sum += w;
+    for (int r = t->item->num_rows; r < t->num_rows; r++) {
+        softmax->lo[r] = softmax->lo[r - t->item->num_rows];
+        softmax->hi[r] = softmax->hi[r - t->item->num_rows];
     }
-    for (; j < width; j += LANES) store_weights(t, row * SPAN + j, v_set(0));
-    state->sum += v_sum(sum);
 }
 
 static void score_span(const struct attn_tile *t, int num_groups) {
@@ -200,7 +161,7 @@ static void score_span(const struct attn_tile *t, int num_groups) {
         prefetch_groups(t, 1, g, last);
         for (int h = 0; h < t->item->num_kv_heads; h++)
             attn_scores(&t->shape, t->query + (int64_t)h * num_rows * row_bytes, num_rows, groups_of(t, 0, h, g, last),
-                        t->scratch->scores + h * num_rows * SPAN + g * GROUP);
+                        t->scratch->scores + h * num_rows * SPAN_STRIDE + g * GROUP);
     }
 }
 
@@ -209,19 +170,17 @@ static void weigh_values(const struct attn_tile *t, int num_groups, int valid) {
     for (int h = 0; h < t->item->num_kv_heads; h++) {
         const void *const *groups = groups_of(t, 1, h, 0, num_groups);
         if (valid < GROUP) t->scratch->groups[num_groups - 1] = clean_tail(t, groups[num_groups - 1], valid);
-        attn_values(&t->shape, (const char *)t->scratch->weights + (int64_t)h * num_rows * SPAN * t->size, num_rows, groups, num_groups,
+        attn_values(&t->shape, (const char *)t->scratch->weights + (int64_t)h * num_rows * SPAN_STRIDE * t->size, num_rows, groups, num_groups,
                     t->out + h * num_rows * t->shape.o_stride);
     }
 }
 
 static void attend_span(const struct attn_tile *t, int begin, int end) {
-    int num_groups = find_groups(t, begin, end), window = t->layer->window;
+    struct attn_scratch *scratch = t->scratch;
+    int num_groups = find_groups(t, begin, end);
     score_span(t, num_groups);
-    for (int r = 0; r < t->num_rows; r++) {
-        int position = t->first_position + (t->item->row + r % t->item->num_rows) / t->group;
-        int lo = window > 0 ? max_int(position - window + 1 - begin, 0) : 0;
-        softmax_row(t, r, lo, min_int(position + 1, end) - begin, num_groups * GROUP);
-    }
+    set_visible(t, begin, end);
+    softmax_span(&scratch->softmax, t->layer, t->num_rows, num_groups * GROUP, scratch->scores, scratch->weights, t->out, t->shape.o_stride);
     weigh_values(t, num_groups, end - begin - (num_groups - 1) * GROUP);
 }
 
@@ -234,8 +193,8 @@ static float *partial_row(const struct attn_tile *t, const struct attn_plan *pla
 static void keep_partial(const struct attn_tile *t, const struct attn_plan *plan) {
     for (int r = 0; r < t->num_rows; r++) {
         float *p = partial_row(t, plan, t->item->part, r);
-        p[0] = t->scratch->rows[r].max;
-        p[1] = t->scratch->rows[r].sum;
+        p[0] = t->scratch->softmax.max[r];
+        p[1] = t->scratch->softmax.sum[r];
         memcpy(p + 2, t->out + r * t->shape.o_stride, (size_t)t->layer->v_dim * sizeof(float));
     }
 }
@@ -260,7 +219,7 @@ static void merge_parts(const struct attn_tile *t, const struct attn_plan *plan,
 
 static void finish_rows(const struct attn_tile *t, const struct attn_plan *plan, void *out, int64_t out_stride) {
     if (t->item->num_parts == 1) {
-        for (int r = 0; r < t->num_rows; r++) store_row(t, r, t->out + r * t->shape.o_stride, t->scratch->rows[r].sum, out, out_stride);
+        for (int r = 0; r < t->num_rows; r++) store_row(t, r, t->out + r * t->shape.o_stride, t->scratch->softmax.sum[r], out, out_stride);
         return;
     }
     keep_partial(t, plan);

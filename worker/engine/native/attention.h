@@ -16,7 +16,8 @@
 
 #define GROUP 16          /* tokens in a group */
 #define MAX_ROWS 32       /* rows of a tile: (query, head) pairs computed together */
-#define SPAN 256          /* tokens whose scores are held at once */
+#define SPAN 512          /* tokens whose scores are held at once */
+#define SPAN_STRIDE (SPAN + 16) /* from row to row of scores: rows a power of two apart would meet in the same cache sets */
 #define MIN_SPLIT 512     /* a sequence is split over threads only into parts at least this long */
 
 enum dtype { DTYPE_BF16 = 0, DTYPE_F32 = 1 };

@@ -33,7 +33,7 @@ static void scores_bf16(const struct attn_shape *shape, const bf16 *query, int n
                 even += f32_of_bf16(q[d]) * even_of_pairs(k + d * GROUP);
                 odd += f32_of_bf16(q[d + 1]) * odd_of_pairs(k + d * GROUP);
             }
-            v_store(scores + r * SPAN + g * GROUP, even + odd);
+            v_store(scores + r * SPAN_STRIDE + g * GROUP, even + odd);
         }
     }
 }
@@ -46,7 +46,7 @@ static void scores_f32(const struct attn_shape *shape, const float *query, int n
             const float *q = query + r * shape->q_stride;
             v16f sum = {0};
             for (int d = 0; d < shape->dim; d++) sum += q[d] * v_load(k + d * GROUP);
-            v_store(scores + r * SPAN + g * GROUP, sum);
+            v_store(scores + r * SPAN_STRIDE + g * GROUP, sum);
         }
     }
 }
@@ -57,7 +57,7 @@ static void values_bf16(const struct attn_shape *shape, const bf16 *weights, int
     for (int g = 0; g < num_groups; g++) {
         const bf16 *v = groups[g];
         for (int r = 0; r < num_rows; r++) {
-            const bf16 *w = weights + r * SPAN + g * GROUP;
+            const bf16 *w = weights + r * SPAN_STRIDE + g * GROUP;
             float *o = out + r * shape->o_stride;
             for (int t = 0; t < GROUP; t += 2) {
                 float w0 = f32_of_bf16(w[t]), w1 = f32_of_bf16(w[t + 1]);
@@ -77,7 +77,7 @@ static void values_f32(const struct attn_shape *shape, const float *weights, int
     for (int g = 0; g < num_groups; g++) {
         const float *v = groups[g];
         for (int r = 0; r < num_rows; r++) {
-            const float *w = weights + r * SPAN + g * GROUP;
+            const float *w = weights + r * SPAN_STRIDE + g * GROUP;
             float *o = out + r * shape->o_stride;
             for (int t = 0; t < GROUP; t++) {
                 int d = 0;
@@ -117,8 +117,8 @@ static void scores_avx512(const struct attn_shape *shape, const bf16 *query, int
                 }
             }
             for (int r = 0; r < rows; r++) {
-                _mm512_storeu_ps(scores + (r0 + r) * SPAN + g * GROUP, a[r]);
-                _mm512_storeu_ps(scores + (r0 + r) * SPAN + (g + 1) * GROUP, b[r]);
+                _mm512_storeu_ps(scores + (r0 + r) * SPAN_STRIDE + g * GROUP, a[r]);
+                _mm512_storeu_ps(scores + (r0 + r) * SPAN_STRIDE + (g + 1) * GROUP, b[r]);
             }
         }
     }
@@ -127,7 +127,7 @@ static void scores_avx512(const struct attn_shape *shape, const bf16 *query, int
 static void values_avx512(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *groups, int num_groups,
                           float *out) {
     for (int r0 = 0; r0 < num_rows; r0 += ROW_BLOCK) {
-        const bf16 *w = weights + r0 * SPAN;
+        const bf16 *w = weights + r0 * SPAN_STRIDE;
         int rows = num_rows - r0 < ROW_BLOCK ? num_rows - r0 : ROW_BLOCK;
         for (int d = 0; d < shape->v_dim; d += LANES) {
             float *o = out + r0 * shape->o_stride + d;
@@ -137,7 +137,7 @@ static void values_avx512(const struct attn_shape *shape, const bf16 *weights, i
                 const bf16 *v = (const bf16 *)groups[g] + 2 * d;
                 for (int t = 0; t < GROUP; t += 2) {
                     __m512bh x = pairs_at(v + t * shape->v_dim);
-                    for (int r = 0; r < ROW_BLOCK; r++) acc[r] = _mm512_dpbf16_ps(acc[r], pair_of(w + r * SPAN + g * GROUP + t), x);
+                    for (int r = 0; r < ROW_BLOCK; r++) acc[r] = _mm512_dpbf16_ps(acc[r], pair_of(w + r * SPAN_STRIDE + g * GROUP + t), x);
                 }
             }
             for (int r = 0; r < rows; r++) _mm512_storeu_ps(o + r * shape->o_stride, acc[r]);
@@ -151,8 +151,8 @@ static void values_avx512(const struct attn_shape *shape, const bf16 *weights, i
 #if HAVE_AMX
 #define TILE_ROWS 16
 #define TILE_BYTES 1024
-#define SCORE_STRIDE (SPAN * (int)sizeof(float))
-#define WEIGHT_STRIDE (SPAN * (int)sizeof(bf16))
+#define SCORE_STRIDE (SPAN_STRIDE * (int)sizeof(float))
+#define WEIGHT_STRIDE (SPAN_STRIDE * (int)sizeof(bf16))
 
 /* Sixteen rows against four groups. */
 static void scores_amx_1x4(const bf16 *q, int dim, int q_stride, const void *const *groups, float *scores) {
@@ -184,7 +184,7 @@ static void scores_amx_1x4(const bf16 *q, int dim, int q_stride, const void *con
 static void scores_amx_2x2(const bf16 *q, int dim, int q_stride, const void *const *groups, float *scores) {
     const char *k0 = groups[0], *k1 = groups[1];
     const bf16 *q1 = q + TILE_ROWS * q_stride;
-    float *scores1 = scores + TILE_ROWS * SPAN;
+    float *scores1 = scores + TILE_ROWS * SPAN_STRIDE;
     int stride = q_stride * (int)sizeof *q;
     TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
     int d = 0, at = 0;
@@ -232,7 +232,7 @@ static void values_amx_1x4(const bf16 *w, const void *const *groups, int num_gro
 /* Thirty-two rows, 32 columns from `column`. */
 static void values_amx_2x2(const bf16 *w, const void *const *groups, int num_groups, int v_dim, int column, float *o, int o_stride) {
     int stride = o_stride * (int)sizeof *o, v_stride = v_dim * 2 * (int)sizeof *w;
-    const bf16 *w1 = w + TILE_ROWS * SPAN;
+    const bf16 *w1 = w + TILE_ROWS * SPAN_STRIDE;
     float *o1 = o + TILE_ROWS * o_stride;
     TILE_LOAD(0, o, stride); TILE_LOAD(1, o + 16, stride); TILE_LOAD(2, o1, stride); TILE_LOAD(3, o1 + 16, stride);
     for (int g = 0; g < num_groups; g++) {
@@ -265,7 +265,7 @@ static void values_amx(const struct attn_shape *shape, const bf16 *weights, int 
     for (; column < v_dim; column += 16) {
         values_amx_1x1(weights, groups, num_groups, v_dim, column, out + column, stride);
         if (num_rows > TILE_ROWS)
-            values_amx_1x1(weights + TILE_ROWS * SPAN, groups, num_groups, v_dim, column, out + TILE_ROWS * stride + column, stride);
+            values_amx_1x1(weights + TILE_ROWS * SPAN_STRIDE, groups, num_groups, v_dim, column, out + TILE_ROWS * stride + column, stride);
     }
 }
 #endif

@@ -17,10 +17,10 @@ struct attn_shape {
 void attn_prepare(int num_rows);
 void attn_finish(void);
 
-/* scores[row][16 g + t] = query[row] . key[g][t] for GROUPS_AT_ONCE groups; scores are SPAN apart. */
+/* scores[row][16 g + t] = query[row] . key[g][t] for GROUPS_AT_ONCE groups; scores are SPAN_STRIDE apart. */
 void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, float *scores);
 
-/* out[row] += sum over g, t of weights[row][16 g + t] value[g][t]; weights are of the cache's dtype and SPAN apart. */
+/* out[row] += sum over g, t of weights[row][16 g + t] value[g][t]; weights are of the cache's dtype and SPAN_STRIDE apart. */
 void attn_values(const struct attn_shape *shape, const void *weights, int num_rows, const void *const *groups, int num_groups, float *out);
 
 /* Bytes that each thread needs for itself. */

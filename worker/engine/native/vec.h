@@ -94,18 +94,17 @@ static inline void v_store_bf16(bf16 *p, v16f v) {
 #endif
 }
 
-/* 2**x for x <= 128, flushed to 0 below -126; relative error 3e-7 (a Taylor series of degree 6 on [-1/2, 1/2]). */
-static inline v16f v_exp2(v16f x) {
+/* 2**x for x <= 128, flushed to 0 below -126. A Taylor series on [-1/2, 1/2]: relative error 3e-7 with `exact` (degree 6), else
+ * 5e-5 (degree 4), a fraction of bfloat16's rounding. */
+static inline __attribute__((always_inline)) v16f v_exp2_to(v16f x, const int exact) {
     x = v_max(v_set(-150.0f), x);
-#ifdef __AVX512F__
-    v16f n = (v16f)_mm512_roundscale_ps((__m512)x, 0);
+#ifdef __AVX512DQ__
+    v16f f = (v16f)_mm512_reduce_ps((__m512)x, 0), n = x - f;
 #else
-    v16f n = (x + 12582912.0f) - 12582912.0f; /* 1.5 * 2**23: the addition rounds to an integer */
+    v16f n = (x + 12582912.0f) - 12582912.0f, f = x - n; /* 1.5 * 2**23: the addition rounds to an integer */
 #endif
-    v16f f = x - n;
-    v16f p = v_set(1.5403530e-4f);
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
+    v16f p = v_set(9.6181291e-3f);
+    if (exact) p = (v_set(1.5403530e-4f) * f + 1.3333558e-3f) * f + p;
     p = p * f + 5.5504109e-2f;
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
@@ -119,7 +118,19 @@ static inline v16f v_exp2(v16f x) {
 #endif
 }
 
-static inline v16f v_sigmoid(v16f x) { return 1.0f / (1.0f + v_exp2(-v_max(v_set(-126.0f), LOG2E * x))); }
+static inline v16f v_exp2(v16f x) { return v_exp2_to(x, 1); }
+
+/* 1 / x for finite x > 0, to 1e-7. */
+static inline v16f v_reciprocal(v16f x) {
+#ifdef __AVX512F__
+    v16f r = (v16f)_mm512_rcp14_ps((__m512)x);
+    return r * (2.0f - x * r);
+#else
+    return 1.0f / x;
+#endif
+}
+
+static inline v16f v_sigmoid(v16f x) { return v_reciprocal(1.0f + v_exp2(-v_max(v_set(-126.0f), LOG2E * x))); }
 static inline v16f v_tanh(v16f x) { return 2.0f * v_sigmoid(2.0f * x) - 1.0f; }
 
 #endif
