@@ -145,6 +145,39 @@ def decode(decoder: FusedDecoder, token_ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama, tied, odd vocabulary", "gemma2"])
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_the_likeliest_tokens_need_no_logits(name: str, count: int) -> None:
+    decoder = make_decoder(make_model(name), num_blocks=100)
+    meta = make_step(Case(query_lens=(20,) * count, seq_lens=(20,) * count)).meta
+    token_ids = torch.randint(VOCAB_SIZE, (20 * count,), generator=torch.Generator().manual_seed(3))
+    arguments = token_ids, meta.positions, meta, torch.arange(0, 20 * count, 7)
+    logits, hidden = decoder(*arguments)
+    tokens, same_hidden = decoder.likeliest(*arguments)
+    assert tokens == logits.argmax(-1).tolist()
+    assert torch.equal(hidden, same_hidden)
+
+
+@torch.inference_mode()
+def test_a_row_of_nan_has_no_likeliest_token_and_harms_no_other() -> None:
+    model = make_model("llama")
+    model.model.embed_tokens.weight[7] = torch.nan
+    decoder = make_decoder(model)
+    meta = make_step(Case(query_lens=(1, 1, 1), seq_lens=(1, 1, 1))).meta
+    tokens, _ = decoder.likeliest(torch.tensor([3, 7, 5]), meta.positions, meta, torch.arange(3))
+    assert [token >= 0 for token in tokens] == [True, False, True]
+
+
+@torch.inference_mode()
+def test_equal_logits_are_a_choice_of_the_first() -> None:
+    model = make_model("llama")
+    model.lm_head.weight.zero_()
+    decoder = make_decoder(model)
+    meta = make_step(Case(query_lens=(1,), seq_lens=(1,))).meta
+    assert decoder.likeliest(torch.tensor([3]), meta.positions, meta, torch.arange(1))[0] == [0]
+
+
+@torch.inference_mode()
 def test_released_modules_hold_no_weights_and_the_decoder_goes_on() -> None:
     model = make_model("llama")
     decoder = make_decoder(model)

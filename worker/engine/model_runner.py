@@ -25,9 +25,11 @@ from worker.engine.probe import check_numbers
 from worker.engine.request import Sampled, StepPlan
 from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler
-from worker.engine.step_results import WantedRows
+from worker.engine.step_results import WantedRows, sample_chosen
 
 log = structlog.get_logger("headrace.engine")
+
+_NO_LOGITS = torch.empty(0, 0)
 
 
 Decoder = Callable[[Tensor, Tensor, StepMetadata, Tensor], tuple[Tensor, Tensor]]
@@ -176,6 +178,9 @@ class ModelRunner:
         inputs = self._inputs.build(plan.chunks)
         wanted = WantedRows(plan.chunks, inputs.token_starts)
         rows = torch.tensor(wanted.rows, dtype=torch.int64, device=self._loaded.device)
+        if isinstance(self._fused, FusedDecoder) and wanted.only_likeliest():
+            token_ids, hidden = self._fused.likeliest(inputs.input_ids[0], inputs.positions[0], inputs.meta, rows)
+            return wanted.results(_NO_LOGITS, hidden, sample_chosen(token_ids))
         output = self.forward(inputs.input_ids, inputs.positions, inputs.meta, rows)
         return wanted.results(output.logits, output.hidden, self._sampler)
 

@@ -53,6 +53,11 @@ class Sampler:
         return [FAILED if token == _NO_TOKEN else Sampled(token, logprobs.get(row)) for row, token in enumerate(token_ids)]
 
 
+def takes_likeliest(request: Request) -> bool:
+    """Whether all that this request needs of its logits is where the largest is."""
+    return _greedy(request) and not _adjusted(request) and request.params.logprobs is None
+
+
 def _greedy(request: Request) -> bool:
     return request.params.temperature < MIN_TEMPERATURE
 

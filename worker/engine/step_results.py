@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from worker.engine.request import Request, Sampled, ScheduledChunk
+from worker.engine.sampler import FAILED, takes_likeliest
 
 _SCORED_ROWS = 64  # rows of logits that are normalised in float32 at once
-_FAILED = Sampled(error_code="BATCH_FAILED")
 
 Sample = Callable[[Tensor, Sequence[Request]], list[Sampled]]
 
@@ -42,6 +42,10 @@ class WantedRows:
         self.rows: list[int] = [token_starts[i + 1] - 1 for i in self._generating]
         self._scored = [self._plan_score(i, chunk) for i, chunk in enumerate(chunks) if chunk.request.kind == "score"]
         self._embedded = [i for i, chunk in enumerate(chunks) if chunk.request.kind == "embed"]
+
+    def only_likeliest(self) -> bool:
+        """Whether all that is wanted of the logits is where each row's largest is."""
+        return not self._scored and all(takes_likeliest(self._chunks[i].request) for i in self._generating)
 
     def _plan_score(self, chunk_index: int, chunk: ScheduledChunk) -> _Scored:
         """The row at position p predicts the token at p+1; tokens from ``score_start`` on count."""
@@ -73,6 +77,11 @@ class WantedRows:
         return results
 
 
+def sample_chosen(token_ids: Sequence[int]) -> Sample:
+    """Samples what was chosen without logits: a token a row, negative where there is none."""
+    return lambda _logits, _requests: [FAILED if token < 0 else Sampled(token) for token in token_ids]
+
+
 def _log_likelihood(logits: Tensor, targets: Sequence[int]) -> float:
     """Sum of the log-probabilities of ``targets`` under logits ``[n, vocab]``."""
     total = 0.0
@@ -88,7 +97,7 @@ def _add_score(chunk: ScheduledChunk, score: float) -> Sampled | None:
     request.score += score
     if not chunk.last:
         return None
-    return Sampled() if math.isfinite(request.score) else _FAILED
+    return Sampled() if math.isfinite(request.score) else FAILED
 
 
 def _add_to_pool(chunk: ScheduledChunk, total: Tensor) -> Sampled | None:
@@ -98,4 +107,4 @@ def _add_to_pool(chunk: ScheduledChunk, total: Tensor) -> Sampled | None:
     if not chunk.last:
         return None
     embedding = torch.nn.functional.normalize(request.pooled / request.num_tokens, dim=0)
-    return Sampled(embedding=embedding.tolist()) if bool(embedding.isfinite().all()) else _FAILED
+    return Sampled(embedding=embedding.tolist()) if bool(embedding.isfinite().all()) else FAILED

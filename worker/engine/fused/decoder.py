@@ -85,24 +85,43 @@ class FusedDecoder:
             Logits, float32 ``[rows, vocab]``, in a buffer that the next step overwrites; and the hidden states of all
             rows after the final norm, bfloat16 ``[T, hidden]``.
         """
-        num_tokens, num_logits = input_ids.shape[0], logits_rows.shape[0]
-        hidden = torch.empty(num_tokens, self._structure.embedding.shape[1], dtype=torch.bfloat16)
+        num_logits = logits_rows.shape[0]
         if num_logits > self._logits.shape[0]:
             self._logits = torch.empty(num_logits, self._logits.shape[1])
+        hidden = self._run(input_ids, positions, meta, logits_rows, logits=self._logits)
+        return self._logits[:num_logits], hidden
+
+    def likeliest(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, rows: Tensor) -> tuple[list[int], Tensor]:
+        """As a call, but only the token with the largest logit of each row: -1 where that is not finite or the row has a NaN."""
+        tokens = torch.empty(rows.shape[0], dtype=torch.int64)
+        hidden = self._run(input_ids, positions, meta, rows, likeliest=tokens)
+        return tokens.tolist(), hidden
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        meta: StepMetadata,
+        rows: Tensor,
+        logits: Tensor | None = None,
+        likeliest: Tensor | None = None,
+    ) -> Tensor:
+        hidden = torch.empty(input_ids.shape[0], self._structure.embedding.shape[1], dtype=torch.bfloat16)
         step = StepStruct(
-            batch_struct(meta, num_tokens),
+            batch_struct(meta, input_ids.shape[0]),
             input_ids.data_ptr(),
             positions.data_ptr(),
-            logits_rows.data_ptr(),
+            rows.data_ptr(),
             hidden.data_ptr(),
-            self._logits.data_ptr(),
+            None if logits is None else logits.data_ptr(),
+            None if likeliest is None else likeliest.data_ptr(),
             self._phase_seconds.data_ptr(),
-            num_logits,
+            rows.shape[0],
         )
         threads = torch.get_num_threads()
         workspace = self._workspace_for(step, threads)
         self._lib.headrace_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step), threads, workspace)
-        return self._logits[:num_logits], hidden
+        return hidden
 
     def phase_seconds(self) -> dict[str, float]:
         """Where all steps' time went, as the first thread saw it: waiting for the others is in it."""

@@ -18,6 +18,7 @@ struct run {
     bf16 *normed, *gated;            /* tiled */
     bf16 *qkv, *attended, *selected; /* plain rows; selected: tiled, the rows whose logits are wanted */
     float *sums;                     /* this thread's */
+    struct best *best;               /* [threads][rows whose logits are wanted] */
     int tid, wide, begin, end;       /* this thread's rows */
     double since;                    /* when the phase began that is running */
 };
@@ -62,6 +63,7 @@ static char *carve_buffers(const struct decoder *d, int num_tokens, int num_logi
     run->qkv = carve(&c, rows * layer->qkv.n * (int64_t)sizeof(bf16));
     run->attended = carve(&c, rows * layer->o.k * (int64_t)sizeof(bf16));
     run->selected = carve(&c, logits * d->hidden * (int64_t)sizeof(bf16));
+    run->best = carve(&c, (int64_t)num_threads * num_logits * (int64_t)sizeof(struct best));
     run->sums = carve(&c, num_threads * gemm_scratch_bytes());
     return c.at;
 }
@@ -191,6 +193,33 @@ static void logits(struct run *run) {
     }
 }
 
+/* The index of the largest of a row's results, over all threads and lanes. */
+static int64_t best_of(const struct run *run, int row) {
+    float value = -INFINITY;
+    int64_t index = -1;
+    for (int t = 0; t < run->team->size; t++) {
+        const struct best *b = run->best + (int64_t)t * run->step->num_logits + row;
+        for (int lane = 0; lane < LANES; lane++) {
+            if (b->nan[lane]) return -1;
+            if (b->value[lane] > value || (b->value[lane] == value && b->index[lane] < index)) value = b->value[lane], index = b->index[lane];
+        }
+    }
+    return value < INFINITY ? index : -1;
+}
+
+/* Greedy choice without logits in memory. What the model does to its logits after the product keeps their order. */
+static void likeliest(struct run *run) {
+    const struct decoder *d = run->decoder;
+    int count = run->step->num_logits;
+    struct best *best = run->best + (int64_t)run->tid * count;
+    for (int i = 0; i < count; i++) best[i] = (struct best){v_set(-INFINITY), v_iota * 0 + INT32_MAX, v_iota * 0};
+    struct result result = {.store = KEEP_BEST, .data = best, .columns = d->vocab};
+    gemm(&d->head, tiled_rows(run->selected, d->hidden), 0, count, (struct panels){run->team, 0}, &result, run->sums);
+    team_barrier(run->team);
+    for (int i = team_share(run->team, run->tid, count, 1); i < team_share(run->team, run->tid + 1, count, 1); i++)
+        run->step->likeliest[i] = best_of(run, i);
+}
+
 static void run_step(struct run *run) {
     const struct decoder *d = run->decoder;
     int num_tokens = run->step->batch.num_tokens, unit;
@@ -207,7 +236,8 @@ static void run_step(struct run *run) {
         mlp(run, &d->layers[i]);
     }
     finish_rows(run);
-    if (run->step->num_logits > 0) logits(run);
+    if (run->step->num_logits > 0 && run->step->logits) logits(run);
+    else if (run->step->num_logits > 0) likeliest(run);
     book(run, PHASE_LOGITS);
 }
 

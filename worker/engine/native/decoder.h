@@ -37,7 +37,8 @@ struct step {
     const int64_t *token_ids, *positions; /* [num_tokens] */
     const int64_t *logits_rows;           /* [num_logits] */
     bf16 *hidden;                         /* [num_tokens][hidden], after the final norm */
-    float *logits;                        /* [num_logits][vocab] */
+    float *logits;                        /* [num_logits][vocab], or NULL: only the largest is wanted */
+    int64_t *likeliest;                   /* [num_logits], without `logits`: the token of the largest; -1 where it is not finite */
     double *phase_seconds;                /* [NUM_PHASES], of the first thread, added to; or NULL */
     int32_t num_logits;
 };

@@ -43,12 +43,18 @@ static inline bf16 *tiled_at(bf16 *data, int columns, int row, int column) {
     return data + tile * TILE_ELEMENTS + row % TILE_ROWS * PANEL + column % PANEL;
 }
 
-enum store { STORE_BF16, STORE_F32, ADD_F32, STORE_GATED };
+enum store { STORE_BF16, STORE_F32, ADD_F32, STORE_GATED, KEEP_BEST };
 enum activation { SILU = 0, GELU_TANH = 1 };
+
+/* The largest of a row's results so far, of those in each lane, and where they are; `nan` is set in lanes that had a NaN. */
+struct best {
+    v16f value;
+    v16i index, nan;
+};
 
 struct result {
     enum store store;
-    void *data;
+    void *data;                 /* KEEP_BEST: a `struct best` for each row */
     int64_t stride;             /* elements from row to row; STORE_GATED: columns of the tiled matrix */
     int32_t columns;            /* columns that are stored; those of a padded last panel beyond them are not */
     float factor;               /* of what ADD_F32 adds */

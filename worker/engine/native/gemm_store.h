@@ -9,6 +9,15 @@ static inline v16f activated(v16f x, enum activation activation) {
     return 0.5f * x * (1.0f + v_tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
+/* Of equal values, the first: panels come in any order. */
+static inline void keep_best(struct best *best, v16f x, v16i index, int columns) {
+    v16i inside = index < columns;
+    v16i better = inside & ((x > best->value) | ((x == best->value) & (index < best->index)));
+    best->value = v_select(better, x, best->value);
+    best->index = (index & better) | (best->index & ~better);
+    best->nan |= inside & (x != x);
+}
+
 /* One row of a panel, `left` and `right` its two halves, `column` its first. */
 static inline void store_row(const struct result *out, int row, int column, v16f left, v16f right) {
     int64_t at = row * out->stride + column;
@@ -30,6 +39,12 @@ static inline void store_row(const struct result *out, int row, int column, v16f
     case STORE_GATED:
         v_store_bf16(tiled_at(out->data, (int)out->stride, row, column / 2), activated(left, out->activation) * right);
         break;
+    case KEEP_BEST: {
+        struct best *best = (struct best *)out->data + row;
+        keep_best(best, left, v_iota + column, out->columns);
+        keep_best(best, right, v_iota + (column + LANES), out->columns);
+        break;
+    }
     }
 }
 
@@ -50,7 +65,7 @@ struct pending {
 static inline __attribute__((always_inline)) void store_next(struct pending *p) {
     v16f left = v_load(p->sums), right = v_load(p->sums + LANES);
     if (p->w->bias) left += v_load(p->w->bias + p->column), right += v_load(p->w->bias + p->column + LANES);
-    if (p->column + PANEL > p->out->columns) store_part(p->out, p->row, p->column, p->sums, p->w->bias);
+    if (p->column + PANEL > p->out->columns && p->out->store == STORE_F32) store_part(p->out, p->row, p->column, p->sums, p->w->bias);
     else store_row(p->out, p->row, p->column, left, right);
     p->sums += PANEL, p->row++, p->count--;
 }

@@ -108,6 +108,7 @@ class StepStruct(ctypes.Structure):
         ("logits_rows", _POINTER),
         ("hidden", _POINTER),
         ("logits", _POINTER),
+        ("likeliest", _POINTER),
         ("phase_seconds", _POINTER),
         ("num_logits", _INT32),
     ]
