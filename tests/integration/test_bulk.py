@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,18 @@ def bulk_worker(server: Server, *options: str) -> Iterator[subprocess.Popen[byte
 
 
 def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return []
     return [pid, *(grandchild for child in children for grandchild in descendants(int(child)))]
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """The worker and its work horse at once, as a lost machine takes them."""
     for pid in descendants(process.pid) if process.poll() is None else ():
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
     if process.stderr is not None:
         process.stderr.close()
