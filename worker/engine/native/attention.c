@@ -10,10 +10,10 @@
 struct attn_scratch {
     struct softmax softmax;
     const char *blocks[2][SPAN_GROUPS]; /* keys and values of the span's groups, of the item's first KV head */
-    const void *groups[SPAN_GROUPS + GROUPS_AT_ONCE]; /* the same of one KV head */
+    const void *groups[SPAN_GROUPS];    /* what a kernel is given of them */
     _Alignas(CACHE_LINE) float scores[MAX_ROWS * SPAN_STRIDE];
     _Alignas(CACHE_LINE) float weights[MAX_ROWS * SPAN_STRIDE]; /* of the cache's dtype, so half as many bytes in bfloat16 */
-    /* then: query rows, output rows, one group of values */
+    /* then: query rows, output rows, the values of a few tokens */
 };
 
 /* What one thread needs while it computes one item. */
@@ -26,7 +26,7 @@ struct attn_tile {
     int first_query, first_position;   /* of the sequence's rows in this step */
     int64_t key_bytes, value_bytes;    /* from a KV head's part of a block to the next one's */
     struct attn_scratch *scratch;
-    char *query, *tail;                /* query rows; the last group of values, cleaned */
+    char *query, *tail;                /* query rows; the last tokens' values, cleaned */
     float *out;
 };
 
@@ -36,7 +36,7 @@ static int size_of(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
 
 static struct attn_shape shape_of(const struct attn_layer *layer) {
     return (struct attn_shape){
-        .dtype = layer->dtype, .dim = layer->head_dim, .v_dim = layer->v_dim,
+        .dtype = layer->dtype, .dim = layer->head_dim, .v_dim = layer->v_dim, .depth = layer->block_size % MAX_DEPTH ? GROUP : MAX_DEPTH,
         .q_stride = ROUND_UP(layer->head_dim, 32), .o_stride = ROUND_UP(layer->v_dim, LANES),
     };
 }
@@ -47,7 +47,7 @@ static int64_t output_tile_bytes(const struct attn_shape *s) { return attn_align
 int64_t attn_scratch_bytes(const struct attn_layer *layer) {
     struct attn_shape s = shape_of(layer);
     return attn_align(sizeof(struct attn_scratch)) + query_tile_bytes(&s) + output_tile_bytes(&s) +
-           attn_align((int64_t)GROUP * s.v_dim * size_of(s.dtype));
+           attn_align((int64_t)MAX_DEPTH * s.v_dim * size_of(s.dtype));
 }
 
 /* ---- rows ---- */
@@ -92,7 +92,7 @@ static void store_row(const struct attn_tile *t, int row, const float *o, float 
 
 /* ---- keys and values ---- */
 
-/* Finds the groups of [begin, end) through the block table, and asks for the first of them. */
+/* Finds the groups of [begin, end) through the block table; returns how many there are. */
 static int find_groups(const struct attn_tile *t, int begin, int end) {
     const struct attn_layer *layer = t->layer;
     const int32_t *table = t->batch->block_tables + t->item->seq * t->batch->table_stride;
@@ -106,34 +106,25 @@ static int find_groups(const struct attn_tile *t, int begin, int end) {
     return num_groups;
 }
 
-/* Pointers to groups [first, last) of one KV head of the item; which: 0 keys, 1 values. The last one is repeated a few times. */
-static const void *const *groups_of(const struct attn_tile *t, int which, int head, int first, int last) {
-    int64_t offset = head * (which ? t->value_bytes : t->key_bytes);
-    int padded = first + ROUND_UP(last - first, GROUPS_AT_ONCE);
-    for (int g = first; g < padded; g++) t->scratch->groups[g - first] = t->scratch->blocks[which][min_int(g, last - 1)] + offset;
+/* Pointers to the keys of groups [first, last) of one KV head of the item, the last one repeated. */
+static const void *const *keys_of(const struct attn_tile *t, int head, int first, int last) {
+    for (int i = 0; i < GROUPS_AT_ONCE; i++) t->scratch->groups[i] = t->scratch->blocks[0][min_int(first + i, last - 1)] + head * t->key_bytes;
     return t->scratch->groups;
 }
 
-static void prefetch_groups(const struct attn_tile *t, int which, int first, int last) {
-    int64_t stride = which ? t->value_bytes : t->key_bytes;
-    int bytes = GROUP * (which ? t->layer->v_dim : t->layer->head_dim) * t->size;
-    for (int g = first; g < last; g++)
-        for (int h = 0; h < t->item->num_kv_heads; h++) attn_prefetch(t->scratch->blocks[which][g] + h * stride, bytes);
-}
-
-/* A copy of a group of values with tokens from `valid` on set to zero: what lies there may be anything, NaN too. */
-static const void *clean_tail(const struct attn_tile *t, const void *group, int valid) {
-    int v_dim = t->layer->v_dim;
-    memcpy(t->tail, group, (size_t)(GROUP * v_dim * t->size));
+/* A copy of values with tokens from `valid` on set to zero: what lies there may be anything, NaN too. */
+static const void *clean_tail(const struct attn_tile *t, const void *values, int valid) {
+    int v_dim = t->layer->v_dim, depth = t->shape.depth;
+    memcpy(t->tail, values, (size_t)(depth * v_dim * t->size));
     if (t->layer->dtype == DTYPE_F32) {
-        memset(t->tail + (int64_t)valid * v_dim * 4, 0, (size_t)((GROUP - valid) * v_dim * 4));
+        memset(t->tail + (int64_t)valid * v_dim * 4, 0, (size_t)((depth - valid) * v_dim * 4));
         return t->tail;
     }
     bf16 *v = (bf16 *)t->tail;
     if (valid % 2)
         for (int d = 0; d < v_dim; d++) v[(valid - 1) * v_dim + 2 * d + 1] = 0;
     int whole = ROUND_UP(valid, 2);
-    memset(v + whole * v_dim, 0, (size_t)((GROUP - whole) * v_dim) * sizeof *v);
+    memset(v + whole * v_dim, 0, (size_t)((depth - whole) * v_dim) * sizeof *v);
     return t->tail;
 }
 
@@ -157,31 +148,31 @@ static void score_span(const struct attn_tile *t, int num_groups) {
     int num_rows = t->item->num_rows, row_bytes = t->shape.q_stride * t->size;
     for (int g = 0; g < num_groups; g += GROUPS_AT_ONCE) {
         int last = min_int(g + GROUPS_AT_ONCE, num_groups);
-        prefetch_groups(t, 0, last, min_int(last + GROUPS_AT_ONCE, num_groups));
-        prefetch_groups(t, 1, g, last);
         for (int h = 0; h < t->item->num_kv_heads; h++)
-            attn_scores(&t->shape, t->query + (int64_t)h * num_rows * row_bytes, num_rows, groups_of(t, 0, h, g, last),
+            attn_scores(&t->shape, t->query + (int64_t)h * num_rows * row_bytes, num_rows, keys_of(t, h, g, last),
                         t->scratch->scores + h * num_rows * SPAN_STRIDE + g * GROUP);
     }
 }
 
-static void weigh_values(const struct attn_tile *t, int num_groups, int valid) {
-    int num_rows = t->item->num_rows;
+/* Weighs the values of the span's first `length` tokens. */
+static void weigh_values(const struct attn_tile *t, int length) {
+    int num_rows = t->item->num_rows, depth = t->shape.depth, count = (length + depth - 1) / depth;
     for (int h = 0; h < t->item->num_kv_heads; h++) {
-        const void *const *groups = groups_of(t, 1, h, 0, num_groups);
-        if (valid < GROUP) t->scratch->groups[num_groups - 1] = clean_tail(t, groups[num_groups - 1], valid);
-        attn_values(&t->shape, (const char *)t->scratch->weights + (int64_t)h * num_rows * SPAN_STRIDE * t->size, num_rows, groups, num_groups,
+        const void **values = t->scratch->groups;
+        for (int i = 0; i < count; i++) values[i] = t->scratch->blocks[1][i * depth / GROUP] + h * t->value_bytes;
+        if (length % depth) values[count - 1] = clean_tail(t, values[count - 1], length % depth);
+        attn_values(&t->shape, (const char *)t->scratch->weights + (int64_t)h * num_rows * SPAN_STRIDE * t->size, num_rows, values, count,
                     t->out + h * num_rows * t->shape.o_stride);
     }
 }
 
 static void attend_span(const struct attn_tile *t, int begin, int end) {
     struct attn_scratch *scratch = t->scratch;
-    int num_groups = find_groups(t, begin, end);
-    score_span(t, num_groups);
+    score_span(t, find_groups(t, begin, end));
     set_visible(t, begin, end);
-    softmax_span(&scratch->softmax, t->layer, t->num_rows, num_groups * GROUP, scratch->scores, scratch->weights, t->out, t->shape.o_stride);
-    weigh_values(t, num_groups, end - begin - (num_groups - 1) * GROUP);
+    softmax_span(&scratch->softmax, t->layer, t->num_rows, ROUND_UP(end - begin, t->shape.depth), scratch->scores, scratch->weights, t->out,
+                 t->shape.o_stride);
+    weigh_values(t, end - begin);
 }
 
 /* ---- split ranges ---- */
@@ -255,7 +246,7 @@ void attn_run(const struct attn_layer *layer, const struct attn_batch *batch, co
         if (prepared != item->num_rows) attn_prepare(prepared = item->num_rows);
         load_query(&t, query, query_stride);
         begin_rows(&t);
-        int first = attn_first_group(layer, t.first_position + item->row / t.group); /* the plan's layer may see further */
+        int first = attn_first_key(layer, t.first_position + item->row / t.group); /* the plan's layer may see further */
         for (int begin = max_int(item->kv_begin, first); begin < item->kv_end; begin += SPAN)
             attend_span(&t, begin, min_int(begin + SPAN, item->kv_end));
         finish_rows(&t, plan, out, out_stride);

@@ -3,8 +3,8 @@
  * Cache layout. A block holds, for each KV head, groups of 16 tokens:
  *   keys    bfloat16 [group][head_dim / 2][16 tokens][2 dims]     float32 [group][head_dim][16 tokens]
  *   values  bfloat16 [group][8][v_dim][2 tokens]                  float32 [group][16 tokens][v_dim]
- * so that a group of keys is the second operand of a tile product over dims and a group of values the one
- * over tokens. Only the inside of a (block, head) is permuted: copying whole blocks needs no knowledge of it.
+ * so that a group of keys is the second operand of a tile product over dims, and a group of values, or two that lie
+ * in a block together, the one over tokens. Only the inside of a (block, head) is permuted: copying whole blocks needs no knowledge of it.
  */
 #ifndef HEADRACE_ATTENTION_H
 #define HEADRACE_ATTENTION_H

@@ -51,15 +51,14 @@ static void scores_f32(const struct attn_shape *shape, const float *query, int n
     }
 }
 
-static void values_bf16(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *groups, int num_groups,
-                        float *out) {
-    int v_dim = shape->v_dim;
-    for (int g = 0; g < num_groups; g++) {
-        const bf16 *v = groups[g];
+static void values_bf16(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *values, int count, float *out) {
+    int v_dim = shape->v_dim, depth = shape->depth;
+    for (int i = 0; i < count; i++) {
+        const bf16 *v = values[i];
         for (int r = 0; r < num_rows; r++) {
-            const bf16 *w = weights + r * SPAN_STRIDE + g * GROUP;
+            const bf16 *w = weights + r * SPAN_STRIDE + i * depth;
             float *o = out + r * shape->o_stride;
-            for (int t = 0; t < GROUP; t += 2) {
+            for (int t = 0; t < depth; t += 2) {
                 float w0 = f32_of_bf16(w[t]), w1 = f32_of_bf16(w[t + 1]);
                 const bf16 *pairs = v + t * v_dim;
                 int d = 0;
@@ -71,15 +70,14 @@ static void values_bf16(const struct attn_shape *shape, const bf16 *weights, int
     }
 }
 
-static void values_f32(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *groups, int num_groups,
-                       float *out) {
-    int v_dim = shape->v_dim;
-    for (int g = 0; g < num_groups; g++) {
-        const float *v = groups[g];
+static void values_f32(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *values, int count, float *out) {
+    int v_dim = shape->v_dim, depth = shape->depth;
+    for (int i = 0; i < count; i++) {
+        const float *v = values[i];
         for (int r = 0; r < num_rows; r++) {
-            const float *w = weights + r * SPAN_STRIDE + g * GROUP;
+            const float *w = weights + r * SPAN_STRIDE + i * depth;
             float *o = out + r * shape->o_stride;
-            for (int t = 0; t < GROUP; t++) {
+            for (int t = 0; t < depth; t++) {
                 int d = 0;
                 for (; d + LANES <= v_dim; d += LANES) v_store(o + d, v_load(o + d) + w[t] * v_load(v + t * v_dim + d));
                 for (; d < v_dim; d++) o[d] += w[t] * v[t * v_dim + d];
@@ -124,7 +122,7 @@ static void scores_avx512(const struct attn_shape *shape, const bf16 *query, int
     }
 }
 
-static void values_avx512(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *groups, int num_groups,
+static void values_avx512(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *values, int count,
                           float *out) {
     for (int r0 = 0; r0 < num_rows; r0 += ROW_BLOCK) {
         const bf16 *w = weights + r0 * SPAN_STRIDE;
@@ -133,11 +131,11 @@ static void values_avx512(const struct attn_shape *shape, const bf16 *weights, i
             float *o = out + r0 * shape->o_stride + d;
             __m512 acc[ROW_BLOCK] = {0};
             for (int r = 0; r < rows; r++) acc[r] = _mm512_loadu_ps(o + r * shape->o_stride);
-            for (int g = 0; g < num_groups; g++) {
-                const bf16 *v = (const bf16 *)groups[g] + 2 * d;
-                for (int t = 0; t < GROUP; t += 2) {
+            for (int i = 0; i < count; i++) {
+                const bf16 *v = (const bf16 *)values[i] + 2 * d;
+                for (int t = 0; t < shape->depth; t += 2) {
                     __m512bh x = pairs_at(v + t * shape->v_dim);
-                    for (int r = 0; r < ROW_BLOCK; r++) acc[r] = _mm512_dpbf16_ps(acc[r], pair_of(w + r * SPAN_STRIDE + g * GROUP + t), x);
+                    for (int r = 0; r < ROW_BLOCK; r++) acc[r] = _mm512_dpbf16_ps(acc[r], pair_of(w + r * SPAN_STRIDE + i * shape->depth + t), x);
                 }
             }
             for (int r = 0; r < rows; r++) _mm512_storeu_ps(o + r * shape->o_stride, acc[r]);
@@ -214,58 +212,67 @@ static void scores_amx(const struct attn_shape *shape, const bf16 *query, int nu
     for (int g = 0; g < GROUPS_AT_ONCE; g += 2) scores_amx_2x2(query, shape->dim, shape->q_stride, groups + g, scores + g * GROUP);
 }
 
-/* Sixteen rows, 64 columns from `column`. */
-static void values_amx_1x4(const bf16 *w, const void *const *groups, int num_groups, int v_dim, int column, float *o, int o_stride) {
+#define LOAD_WEIGHTS(p) if (depth == 32) TILE_LOAD(4, p, WEIGHT_STRIDE); else TILE_LOAD(6, p, WEIGHT_STRIDE)
+#define LOAD_VALUES(p) if (depth == 32) TILE_LOAD(5, p, v_stride); else TILE_LOAD(7, p, v_stride)
+#define WEIGH(sums) if (depth == 32) TILE_DOT(sums, 4, 5); else TILE_DOT(sums, 6, 7)
+
+/* Sixteen rows, 64 columns of values from `column`. */
+static inline __attribute__((always_inline)) void values_1x4(const bf16 *w, const void *const *values, int count, int v_dim, int column,
+                                                             float *o, int o_stride, const int depth) {
     int stride = o_stride * (int)sizeof *o, v_stride = v_dim * 2 * (int)sizeof *w;
     TILE_LOAD(0, o, stride); TILE_LOAD(1, o + 16, stride); TILE_LOAD(2, o + 32, stride); TILE_LOAD(3, o + 48, stride);
-    for (int g = 0; g < num_groups; g++) {
-        const bf16 *v = (const bf16 *)groups[g] + 2 * column;
-        TILE_LOAD(6, w + g * GROUP, WEIGHT_STRIDE);
-        TILE_LOAD(7, v, v_stride); TILE_DOT(0, 6, 7);
-        TILE_LOAD(7, v + 32, v_stride); TILE_DOT(1, 6, 7);
-        TILE_LOAD(7, v + 64, v_stride); TILE_DOT(2, 6, 7);
-        TILE_LOAD(7, v + 96, v_stride); TILE_DOT(3, 6, 7);
+    for (int i = 0; i < count; i++) {
+        const bf16 *v = (const bf16 *)values[i] + 2 * column;
+        LOAD_WEIGHTS(w + i * depth);
+        LOAD_VALUES(v); WEIGH(0);
+        LOAD_VALUES(v + 32); WEIGH(1);
+        LOAD_VALUES(v + 64); WEIGH(2);
+        LOAD_VALUES(v + 96); WEIGH(3);
     }
     TILE_STORE(0, o, stride); TILE_STORE(1, o + 16, stride); TILE_STORE(2, o + 32, stride); TILE_STORE(3, o + 48, stride);
 }
 
-/* Thirty-two rows, 32 columns from `column`. */
-static void values_amx_2x2(const bf16 *w, const void *const *groups, int num_groups, int v_dim, int column, float *o, int o_stride) {
+/* Thirty-two rows, 32 columns. */
+static inline __attribute__((always_inline)) void values_2x2(const bf16 *w, const void *const *values, int count, int v_dim, int column,
+                                                             float *o, int o_stride, const int depth) {
     int stride = o_stride * (int)sizeof *o, v_stride = v_dim * 2 * (int)sizeof *w;
     const bf16 *w1 = w + TILE_ROWS * SPAN_STRIDE;
     float *o1 = o + TILE_ROWS * o_stride;
     TILE_LOAD(0, o, stride); TILE_LOAD(1, o + 16, stride); TILE_LOAD(2, o1, stride); TILE_LOAD(3, o1 + 16, stride);
-    for (int g = 0; g < num_groups; g++) {
-        const bf16 *v = (const bf16 *)groups[g] + 2 * column;
-        TILE_LOAD(6, w + g * GROUP, WEIGHT_STRIDE); TILE_LOAD(7, v, v_stride); TILE_DOT(0, 6, 7);
-        TILE_LOAD(7, v + 32, v_stride); TILE_DOT(1, 6, 7);
-        TILE_LOAD(6, w1 + g * GROUP, WEIGHT_STRIDE); TILE_DOT(3, 6, 7);
-        TILE_LOAD(7, v, v_stride); TILE_DOT(2, 6, 7);
+    for (int i = 0; i < count; i++) {
+        const bf16 *v = (const bf16 *)values[i] + 2 * column;
+        LOAD_WEIGHTS(w + i * depth);
+        LOAD_VALUES(v); WEIGH(0);
+        LOAD_VALUES(v + 32); WEIGH(1);
+        LOAD_WEIGHTS(w1 + i * depth); WEIGH(3);
+        LOAD_VALUES(v); WEIGH(2);
     }
     TILE_STORE(0, o, stride); TILE_STORE(1, o + 16, stride); TILE_STORE(2, o1, stride); TILE_STORE(3, o1 + 16, stride);
 }
 
-static void values_amx_1x1(const bf16 *w, const void *const *groups, int num_groups, int v_dim, int column, float *o, int o_stride) {
+/* Sixteen rows, 16 columns. */
+static inline __attribute__((always_inline)) void values_1x1(const bf16 *w, const void *const *values, int count, int v_dim, int column,
+                                                             float *o, int o_stride, const int depth) {
     int stride = o_stride * (int)sizeof *o, v_stride = v_dim * 2 * (int)sizeof *w;
     TILE_LOAD(0, o, stride);
-    for (int g = 0; g < num_groups; g++) {
-        TILE_LOAD(6, w + g * GROUP, WEIGHT_STRIDE);
-        TILE_LOAD(7, (const bf16 *)groups[g] + 2 * column, v_stride); TILE_DOT(0, 6, 7);
+    for (int i = 0; i < count; i++) {
+        LOAD_WEIGHTS(w + i * depth);
+        LOAD_VALUES((const bf16 *)values[i] + 2 * column); WEIGH(0);
     }
     TILE_STORE(0, o, stride);
 }
 
-static void values_amx(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *groups, int num_groups,
-                       float *out) {
+static inline __attribute__((always_inline)) void values_amx(const struct attn_shape *shape, const bf16 *weights, int num_rows,
+                                                             const void *const *values, int count, float *out, const int depth) {
     int v_dim = shape->v_dim, stride = shape->o_stride, column = 0;
     if (num_rows > TILE_ROWS)
-        for (; column + 32 <= v_dim; column += 32) values_amx_2x2(weights, groups, num_groups, v_dim, column, out + column, stride);
+        for (; column + 32 <= v_dim; column += 32) values_2x2(weights, values, count, v_dim, column, out + column, stride, depth);
     else
-        for (; column + 64 <= v_dim; column += 64) values_amx_1x4(weights, groups, num_groups, v_dim, column, out + column, stride);
+        for (; column + 64 <= v_dim; column += 64) values_1x4(weights, values, count, v_dim, column, out + column, stride, depth);
     for (; column < v_dim; column += 16) {
-        values_amx_1x1(weights, groups, num_groups, v_dim, column, out + column, stride);
+        values_1x1(weights, values, count, v_dim, column, out + column, stride, depth);
         if (num_rows > TILE_ROWS)
-            values_amx_1x1(weights + TILE_ROWS * SPAN_STRIDE, groups, num_groups, v_dim, column, out + TILE_ROWS * stride + column, stride);
+            values_1x1(weights + TILE_ROWS * SPAN_STRIDE, values, count, v_dim, column, out + TILE_ROWS * stride + column, stride, depth);
     }
 }
 #endif
@@ -304,23 +311,23 @@ void attn_scores(const struct attn_shape *shape, const void *query, int num_rows
 #endif
 }
 
-void attn_values(const struct attn_shape *shape, const void *weights, int num_rows, const void *const *groups, int num_groups,
-                 float *out) {
+void attn_values(const struct attn_shape *shape, const void *weights, int num_rows, const void *const *values, int count, float *out) {
     if (shape->dtype == DTYPE_F32) {
-        values_f32(shape, weights, num_rows, groups, num_groups, out);
+        values_f32(shape, weights, num_rows, values, count, out);
         return;
     }
 #if HAVE_AMX
     if (shape->dim % 16 == 0 && shape->v_dim % 16 == 0) {
-        values_amx(shape, weights, num_rows, groups, num_groups, out);
+        if (shape->depth == 32) values_amx(shape, weights, num_rows, values, count, out, 32);
+        else values_amx(shape, weights, num_rows, values, count, out, 16);
         return;
     }
 #endif
 #if HAVE_AVX512_BF16
     if (shape->v_dim % LANES == 0) {
-        values_avx512(shape, weights, num_rows, groups, num_groups, out);
+        values_avx512(shape, weights, num_rows, values, count, out);
         return;
     }
 #endif
-    values_bf16(shape, weights, num_rows, groups, num_groups, out);
+    values_bf16(shape, weights, num_rows, values, count, out);
 }

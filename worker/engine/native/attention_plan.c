@@ -33,7 +33,7 @@ int64_t attn_workspace_bytes(const struct attn_layer *layer, int32_t num_seqs, i
 static void append_item(struct attn_plan *plan, struct attn_item item, int target, int parts_left) {
     int length = item.kv_end - item.kv_begin, end = item.kv_end;
     item.num_parts = max_int(min_int((length + target - 1) / target, parts_left), 1);
-    int step = ROUND_UP((length + item.num_parts - 1) / item.num_parts, GROUP);
+    int step = ROUND_UP((length + item.num_parts - 1) / item.num_parts, MAX_DEPTH);
     item.num_parts = max_int((length + step - 1) / step, 1);
     item.split = plan->num_splits;
     item.first_partial = plan->num_parts;
@@ -73,7 +73,7 @@ static void append_rows(const struct attn_layer *layer, const struct attn_batch 
     for (int head = 0; head < layer->num_kv_heads; head += heads) {
         struct attn_item item = {
             .seq = seq, .row = row, .num_rows = num_rows, .kv_head = head, .num_kv_heads = min_int(heads, layer->num_kv_heads - head),
-            .kv_begin = attn_first_group(layer, first + row / group), .kv_end = first + (row + num_rows - 1) / group + 1,
+            .kv_begin = attn_first_key(layer, first + row / group), .kv_end = first + (row + num_rows - 1) / group + 1,
         };
         append_item(plan, item, target, max_parts(num_threads) - plan->num_parts);
     }

@@ -7,6 +7,8 @@
 /* From so many rows a thread on, each thread takes its own rows through the weights; below, threads share the weights' panels.
  * Rows of one's own stay in one's own cache, panels of one's own are read from memory once. */
 #define WIDE_ROWS 96
+/* Of its own rows a thread takes so many at once from product to product, so that what one writes is in the cache for the next. */
+#define WIDE_BLOCK 256
 
 /* A thread's view of a running step. */
 struct run {
@@ -134,27 +136,23 @@ static void place_heads(struct run *run, const struct decoder_layer *layer) {
         }
     }
     attn_write(a, &run->step->batch, run->qkv + q_width, width, run->qkv + q_width + k_width, width, run->begin, run->end);
-    team_barrier(run->team);
 }
 
-static void attention(struct run *run, const struct decoder_layer *layer) {
-    const struct decoder *d = run->decoder;
+/* Norm, queries, keys and values of this thread's rows. */
+static void before_attention(struct run *run, const struct decoder_layer *layer) {
     norm(run, layer->attn_norm);
     book(run, PHASE_NORM);
-    product(run, &layer->qkv, tiled_rows(run->normed, d->hidden),
+    product(run, &layer->qkv, tiled_rows(run->normed, run->decoder->hidden),
             (struct result){.store = STORE_BF16, .data = run->qkv, .stride = layer->qkv.n, .columns = layer->qkv.n});
     book(run, PHASE_QKV);
     place_heads(run, layer);
     book(run, PHASE_PLACE);
-    attn_run(&layer->attn, &run->step->batch, run->plan, run->qkv, layer->qkv.n, run->attended, layer->o.k, run->team, run->tid);
-    team_barrier(run->team);
-    book(run, PHASE_ATTENTION);
-    add_branch(run, &layer->o, plain_rows(run->attended, layer->o.k), layer->attn_out_norm);
-    book(run, PHASE_O);
 }
 
-static void mlp(struct run *run, const struct decoder_layer *layer) {
+static void after_attention(struct run *run, const struct decoder_layer *layer) {
     const struct decoder *d = run->decoder;
+    add_branch(run, &layer->o, plain_rows(run->attended, layer->o.k), layer->attn_out_norm);
+    book(run, PHASE_O);
     norm(run, layer->mlp_norm);
     book(run, PHASE_NORM);
     product(run, &layer->gate_up, tiled_rows(run->normed, d->hidden),
@@ -163,6 +161,26 @@ static void mlp(struct run *run, const struct decoder_layer *layer) {
     book(run, PHASE_GATE_UP);
     add_branch(run, &layer->down, tiled_rows(run->gated, d->intermediate), layer->mlp_out_norm);
     book(run, PHASE_DOWN);
+}
+
+/* Does a part of a layer for all of this thread's rows. */
+static void in_blocks(struct run *run, void (*part)(struct run *, const struct decoder_layer *), const struct decoder_layer *layer) {
+    int begin = run->begin, end = run->end, step = run->wide ? WIDE_BLOCK : end - begin;
+    do {
+        run->end = run->begin + step < end ? run->begin + step : end;
+        part(run, layer);
+        run->begin = run->end;
+    } while (run->begin < end);
+    run->begin = begin;
+}
+
+static void run_layer(struct run *run, const struct decoder_layer *layer) {
+    in_blocks(run, before_attention, layer);
+    team_barrier(run->team);
+    attn_run(&layer->attn, &run->step->batch, run->plan, run->qkv, layer->qkv.n, run->attended, layer->o.k, run->team, run->tid);
+    team_barrier(run->team);
+    book(run, PHASE_ATTENTION);
+    in_blocks(run, after_attention, layer);
 }
 
 /* The final norm of all rows, and the rows whose logits are wanted, gathered. */
@@ -231,10 +249,7 @@ static void run_step(struct run *run) {
     if (run->step->phase_seconds) run->since = now_seconds();
     embed(run);
     book(run, PHASE_EMBED);
-    for (int i = 0; i < d->num_layers; i++) {
-        attention(run, &d->layers[i]);
-        mlp(run, &d->layers[i]);
-    }
+    for (int i = 0; i < d->num_layers; i++) run_layer(run, &d->layers[i]);
     finish_rows(run);
     if (run->step->num_logits > 0 && run->step->logits) logits(run);
     else if (run->step->num_logits > 0) likeliest(run);
