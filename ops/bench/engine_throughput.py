@@ -1,0 +1,98 @@
+"""Throughput of the bare engine on a set of requests, and where its steps' time goes.
+
+``python ops/bench/engine_throughput.py worker/bench/workloads/mixed.jsonl [--rounds 3] [--json]``
+
+All requests are there at the start; greedy, EOS ignored, no prefix cache. A first, uncounted round warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from producer.sampling import SamplingParams
+from worker.engine.engine import Engine
+from worker.engine.fused.decoder import FusedDecoder
+from worker.engine.request import Request
+
+
+def main() -> None:
+    options = _options()
+    items = [json.loads(line) for line in options.set.read_text().splitlines()][: options.count]
+    engine = Engine.load(
+        options.model,
+        max_batch_size=options.max_batch_size,
+        max_batch_tokens=options.max_batch_tokens,
+        enable_prefix_caching=False,
+    )
+    rounds = [_round(engine, list(_requests(items, number))) for number in range(options.rounds + 1)][1:]
+    median = sorted(rounds, key=lambda figures: figures["tokens_per_second"])[len(rounds) // 2]
+    print(json.dumps(median) if options.json else _table(options.set.stem, rounds, median))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("set", type=Path)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--count", type=int, help="only the first so many requests")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-batch-size", type=int, default=128)
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def _requests(items: list[dict[str, Any]], number: int) -> Iterator[Request]:
+    for i, item in enumerate(items):
+        params = SamplingParams(temperature=0.0, max_tokens=item["max_tokens"], ignore_eos=True)
+        yield Request(f"{number}-{i}", list(item["prompt_ids"]), params, item["max_tokens"], arrival=i)
+
+
+def _round(engine: Engine, requests: list[Request]) -> dict[str, Any]:
+    before = _phases(engine)
+    for request in requests:
+        engine.add(request)
+    start_s, steps, tokens, batch = time.monotonic(), 0, 0, 0
+    while engine.has_work():
+        outputs = engine.step()
+        steps += 1
+        tokens += sum(len(output.token_ids) for output in outputs)
+        batch += engine.last_step.batch_size if engine.last_step else 0
+    seconds = time.monotonic() - start_s
+    phases = {name: total - before.get(name, 0.0) for name, total in _phases(engine).items()}
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "steps": steps,
+        "mean_batch_size": batch / steps,
+        "phase_seconds": phases,
+        "outside_seconds": seconds - sum(phases.values()),
+    }
+
+
+def _phases(engine: Engine) -> dict[str, float]:
+    fused = engine._runner._fused
+    return fused.phase_seconds() if isinstance(fused, FusedDecoder) else {}
+
+
+def _table(name: str, rounds: list[dict[str, Any]], median: dict[str, Any]) -> str:
+    every = ", ".join(f"{figures['tokens_per_second']:.0f}" for figures in rounds)
+    lines = [
+        f"{name}: {median['tokens_per_second']:.0f} output tokens/s (rounds: {every})",
+        f"{median['tokens']} tokens, {median['steps']} steps, mean batch {median['mean_batch_size']:.1f}, {median['seconds']:.2f} s",
+    ]
+    shares = {**median["phase_seconds"], "outside the native step": median["outside_seconds"]}
+    lines += [f"  {part:24s} {seconds:7.2f} s {100 * seconds / median['seconds']:5.1f} %" for part, seconds in shares.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
