@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from producer.sampling import SamplingParams
-from worker.bench.drivers.loop import drive, serve, settings
+from worker.bench.drivers.loop import claim_stdout, drive, serve, settings
 from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 from worker.engine.config import EngineConfig
@@ -17,10 +17,10 @@ from worker.engine.request import Request
 
 
 def main() -> None:
-    options = settings()
+    out, options = claim_stdout(), settings()
     name = options.pop("name", "headrace")
     engine = Engine(EngineConfig(**options))
-    serve(lambda requests: _run(engine, name, requests))
+    serve(out, lambda requests: _run(engine, name, requests))
 
 
 def _run(engine: Engine, name: str, requests: list[BenchRequest]) -> Run:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import IO, Any
 
 from producer.load.stats import RequestRecord
 from worker.bench.records import Run
@@ -21,10 +21,15 @@ def settings() -> dict[str, Any]:
     return loaded
 
 
-def serve(run: Callable[[list[BenchRequest]], Run]) -> None:
-    """Answer each line of requests on standard input with a line of measurements; anything else printed goes to stderr."""
+def claim_stdout() -> IO[str]:
+    """Standard output for the protocol alone; call it before the engine loads, which with its processes may print: that goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    return out
+
+
+def serve(out: IO[str], run: Callable[[list[BenchRequest]], Run]) -> None:
+    """Say ``ready``, then answer each line of requests on standard input with a line of measurements."""
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         requests = [BenchRequest(**request) for request in json.loads(line)]

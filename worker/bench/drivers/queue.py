@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 from producer.client import Client
 from producer.load.stats import RequestRecord
-from worker.bench.drivers.loop import new_records, serve, settings
+from worker.bench.drivers.loop import claim_stdout, new_records, serve, settings
 from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 from worker.embedded import embedded_queue
 
 
 def main() -> None:
-    options = settings()
+    out, options = claim_stdout(), settings()
     callers: int = options.pop("callers")
     flags = [flag for name, value in options.items() for flag in _flag(name.replace("_", "-"), value)]
     with embedded_queue("--log-level", "warning", *flags) as queue, queue.client() as client, ThreadPoolExecutor(callers) as pool:
-        serve(lambda requests: Run("headrace-queue", _run(client, pool, requests), {"callers": callers}))
+        serve(out, lambda requests: Run("headrace-queue", _run(client, pool, requests), {"callers": callers}))
 
 
 def _flag(name: str, value: object) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from producer.load.stats import RequestRecord
-from worker.bench.drivers.loop import in_batches, new_records, serve, settings
+from worker.bench.drivers.loop import claim_stdout, in_batches, new_records, serve, settings
 from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 from worker.engine.config import EngineConfig
@@ -19,7 +19,7 @@ _STATIC_BATCH = 32
 
 
 def main() -> None:
-    options = settings()
+    out, options = claim_stdout(), settings()
     mode = options.pop("mode")
     model = load_model(EngineConfig(**options)).model
     model.set_attn_implementation("sdpa")
@@ -28,7 +28,7 @@ def main() -> None:
         "static": lambda requests: in_batches(requests, _STATIC_BATCH, lambda batch: _generate(model, batch)),
         "continuous": lambda requests: _continuous(model, requests),
     }
-    serve(lambda requests: Run(f"transformers-{mode}", runs[mode](requests)))
+    serve(out, lambda requests: Run(f"transformers-{mode}", runs[mode](requests)))
 
 
 def _generate(model: Any, batch: Sequence[BenchRequest]) -> None:

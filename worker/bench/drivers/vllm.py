@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from worker.bench.drivers.loop import drive, serve, settings
+from worker.bench.drivers.loop import claim_stdout, drive, serve, settings
 from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 
@@ -13,9 +13,9 @@ from worker.bench.workloads import BenchRequest
 def main() -> None:
     from vllm import LLM  # type: ignore[import-not-found, unused-ignore]  # lives in an environment of its own
 
-    options = settings()
+    out, options = claim_stdout(), settings()
     engine = LLM(**options).llm_engine
-    serve(lambda requests: Run("vllm", _run(engine, requests)))
+    serve(out, lambda requests: Run("vllm", _run(engine, requests)))
 
 
 def _run(engine: Any, requests: list[BenchRequest]) -> Any:
