@@ -94,6 +94,7 @@ _worker_options = _options(
     click.option("--route", "routes", multiple=True, type=RouteType(), help="Tier by labels: TIER:LABEL=PATTERN[,...]; repeatable."),
     click.option("--reply-ttl", "reply_ttl_s", default=3600.0, show_default=True, help="Seconds that a final reply can be read."),
     click.option("--state-ttl", "state_ttl_s", default=86400.0, show_default=True, help="Seconds that a finished request is known."),
+    click.option("--log-prompts", is_flag=True, help="Log prompts and outputs, cut to 2,000 characters each, with each request's end."),
 )
 
 

@@ -32,6 +32,7 @@ class WorkerConfig:
         reply_ttl_s: how long a final reply can be read.
         state_ttl_s: how long a finished request is known.
         routes: rules that choose a request's tier by its labels; the first that matches wins.
+        log_prompts: prompts and outputs are in the log, in each request's last line.
         socket_timeout_s: Redis is taken for dead after so long a silence, and after a third of the lease at the latest.
     """
 
@@ -46,6 +47,7 @@ class WorkerConfig:
     reply_ttl_s: float = 3600.0
     state_ttl_s: float = 86400.0
     routes: tuple[Route, ...] = ()
+    log_prompts: bool = False
     socket_timeout_s: float = 5.0
 
     @property

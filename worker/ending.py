@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import structlog
 
-from producer.errors import HeadraceError
+from producer.codec import decode_request
+from producer.errors import HeadraceError, InvalidRequest
 from producer.wire import Result, Timings
 from worker.metrics import RequestSample
 from worker.registry import ActiveRequest
+
+MAX_LOGGED_CHARACTERS = 2000  # of a prompt, and of an output
 
 log = structlog.get_logger("headrace.worker")
 
@@ -49,8 +53,12 @@ def sample_of(active: ActiveRequest) -> RequestSample:
     )
 
 
-def log_end(active: ActiveRequest, became: str) -> None:
-    """One line a request; none of it is the user's text."""
+def log_end(active: ActiveRequest, became: str, *, with_text: bool) -> None:
+    """One line a request; none of it is the user's text unless ``with_text``."""
+    log.info("request ended", became=became, **_figures(active), **(_texts(active) if with_text else {}))
+
+
+def _figures(active: ActiveRequest) -> dict[str, object]:
     outcome, start, delivery = active.outcome, active.start, active.delivery
     fields: dict[str, object] = {"id": active.id, "tier": delivery.tier, "source": active.source, "attempt": delivery.attempt}
     if active.outputs is not None:
@@ -64,4 +72,37 @@ def log_end(active: ActiveRequest, became: str) -> None:
         fields["code"] = outcome.code
     elif outcome is not None:
         fields["finish_reason"] = outcome.finish_reason
-    log.info("request ended", became=became, **fields)
+    return fields
+
+
+def _texts(active: ActiveRequest) -> dict[str, object]:
+    """Prompt and output, each cut to `MAX_LOGGED_CHARACTERS` and beside its whole length; a prompt that cannot be read is ''."""
+    prompt, output = _prompt(active), _output(active)
+    return {
+        "prompt": prompt[:MAX_LOGGED_CHARACTERS],
+        "prompt_characters": len(prompt),
+        "output": output[:MAX_LOGGED_CHARACTERS],
+        "output_characters": len(output),
+    }
+
+
+def _prompt(active: ActiveRequest) -> str:
+    """What is not one text is JSON: messages, token ids, and a prompt with the continuations that are to be scored."""
+    try:
+        wanted = decode_request(active.delivery.fields, active.delivery.tier)
+    except InvalidRequest:
+        return ""
+    prompt: object = wanted.prompt if wanted.prompt is not None else wanted.messages or wanted.prompt_token_ids
+    if wanted.continuations is not None:
+        prompt = {"prompt": prompt, "continuations": wanted.continuations}
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+
+
+def _output(active: ActiveRequest) -> str:
+    """Several outputs are a JSON list; of a failed request it is what had been generated."""
+    outcome = active.outcome
+    if isinstance(outcome, HeadraceError):
+        return outcome.partial_text
+    if outcome is None:
+        return active.transcript.text if active.transcript is not None else ""
+    return json.dumps([choice.text for choice in outcome.choices], ensure_ascii=False) if outcome.choices is not None else outcome.text

@@ -102,7 +102,7 @@ class Publisher:
             self._registry.drop(active)
             self._abort(active)
         self._metrics.lease_lost()
-        log_end(active, "lost")
+        log_end(active, "lost", with_text=self._config.log_prompts)
 
     def look(self) -> None:
         """Something has changed that may make a frame due."""
@@ -281,7 +281,7 @@ class Publisher:
         elif outcome == "written":
             self.requests_done += 1
             self._metrics.request_finished(sample_of(active))
-        log_end(active, outcome)
+        log_end(active, outcome, with_text=self._config.log_prompts)
 
     def _handed_back(self, *, crashed: bool, running_only: bool = False) -> bool:
         """One attempt at writing everything and handing back the rest: all, or those that are in the engine."""

@@ -121,6 +121,8 @@ class Worker:
             The process's exit code: 0 after a drain, 1 after a failure (all requests were handed back).
         """
         log.info("worker starting", name=self.config.name, queue=self.config.queue, redis=redact(self.config.redis_url))
+        if self.config.log_prompts:
+            log.warning("USER TEXT GOES TO THE LOG: prompts and outputs, as --log-prompts asks")
         self._keeper.start()
         self._publisher.start()
         self.loop.start(self._publisher.put)
