@@ -56,6 +56,9 @@ _engine_options = _options(
     click.option("--model", default="demo", show_default=True, help="Folder, hub id, FILE.gguf, or demo (the embedded SmolLM2-135M)."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
+    click.option(
+        "--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="How linear layers store weights."
+    ),
     click.option("--max-batch-size", default=100, show_default=True, type=click.IntRange(1), help="Most requests in one step."),
     click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Most tokens computed in one step."),
     click.option("--max-model-len", type=click.IntRange(1), help="Context limit in tokens [default: the model's]."),

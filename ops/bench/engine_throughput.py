@@ -28,6 +28,8 @@ def main() -> None:
     items = [json.loads(line) for line in options.set.read_text().splitlines()][: options.count]
     engine = Engine.load(
         options.model,
+        dtype=options.dtype,
+        quantization=options.quantization,
         max_batch_size=options.max_batch_size,
         max_batch_tokens=options.max_batch_tokens,
         enable_prefix_caching=False,
@@ -41,6 +43,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", type=Path)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--count", type=int, help="only the first so many requests")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-batch-size", type=int, default=128)

@@ -15,14 +15,20 @@ from worker.engine.fused import cuda_decoder
 from worker.engine.fused.structure import recognise
 from worker.engine.model_loader import prepare_model
 from worker.engine.model_runner import ModelRunner
+from worker.engine.quantization import quantize_linears
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3")
 STEPS = (Case(query_lens=(5, 17), seq_lens=(5, 17)), Case(query_lens=(1, 4), seq_lens=(6, 21)), Case(query_lens=(1, 1), seq_lens=(7, 22)))
 
 
-def make_decoder(architecture: str, **changes: Any) -> tuple[ModelRunner, cuda_decoder.CudaDecoder, list[tuple[Tensor, Tensor]]]:
+def make_decoder(
+    architecture: str, *, int8: bool = False, **changes: Any
+) -> tuple[ModelRunner, cuda_decoder.CudaDecoder, list[tuple[Tensor, Tensor]]]:
     """A runner with the reference attention, and the fused decoder of the same model over caches of its own."""
-    loaded = prepare_model(tiny_model(architecture, **changes), None, architecture)
+    model = tiny_model(architecture, **changes)
+    if int8:
+        quantize_linears(model)
+    loaded = prepare_model(model, None, architecture)
     runner = ModelRunner(loaded, EngineConfig(num_blocks=8, max_batch_size=4, max_batch_tokens=64, attention="torch"))
     caches = [(k.clone(), v.clone()) for k, v in runner.cache.layers]
     decoder = cuda_decoder.fuse(loaded.model, loaded.config, runner.layers, caches, loaded.max_model_len)
@@ -60,6 +66,11 @@ def test_widths_that_are_no_powers_of_two() -> None:
 
 def test_biases() -> None:
     check_steps(*make_decoder("llama", attention_bias=True, mlp_bias=True)[:2])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_weights_in_int8(architecture: str) -> None:
+    check_steps(*make_decoder(architecture, int8=True, attention_bias=True)[:2])
 
 
 def test_the_modules_keep_their_weights_in_the_merged_ones() -> None:

@@ -18,6 +18,7 @@ from worker.engine.fused.structure import NotRecognised, recognise
 from worker.engine.kv_cache import KVCache
 from worker.engine.native.build import build
 from worker.engine.native.library import kernels, typed
+from worker.engine.quantization import quantize_linears, stored_weight
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler")
 
@@ -58,7 +59,9 @@ def make_decoder(model: Any, num_blocks: int = 40) -> FusedDecoder:
 
 def own_logits(model: Any, token_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits and last hidden states of a whole sequence by the model's own modules."""
-    exact = copy.deepcopy(model).to(dtype)
+    exact = copy.deepcopy(model)
+    if dtype != model.dtype:
+        exact.to(dtype)
     exact.set_attn_implementation("eager")
     output = exact(input_ids=token_ids[None], use_cache=False, output_hidden_states=True)
     return output.logits[0].float(), output.hidden_states[-1][0].float()
@@ -109,6 +112,13 @@ def test_no_further_from_float32_than_the_modules(name: str, threads: int) -> No
         check(model, make_decoder(model))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "llama, tied, odd vocabulary", "llama, deep products", "gemma2"])
+def test_weights_in_int8_are_no_further_from_the_same_in_float32(name: str) -> None:
+    model = make_model(name)
+    quantize_linears(model)
+    check(model, make_decoder(model))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
@@ -178,13 +188,16 @@ def test_equal_logits_are_a_choice_of_the_first() -> None:
 
 
 @torch.inference_mode()
-def test_released_modules_hold_no_weights_and_the_decoder_goes_on() -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_released_modules_hold_no_weights_and_the_decoder_goes_on(int8: bool) -> None:
     model = make_model("llama")
+    if int8:
+        quantize_linears(model)
     decoder = make_decoder(model)
     token_ids = torch.arange(20)[None]
     before = decode(decoder, token_ids)
     decoder.release()
-    assert model.model.layers[0].mlp.up_proj.weight.numel() == 0
+    assert all(stored_weight(linear)[0].numel() == 0 for linear in (model.model.layers[0].mlp.up_proj, model.lm_head))
     assert torch.equal(decode(decoder, token_ids), before)
 
 
@@ -221,6 +234,15 @@ def test_packing_moves_weights_and_pads_with_zeros() -> None:
     assert torch.equal(packed.tiles.float().sum(), weight.float().sum())
     assert packed.bias is not None
     assert packed.bias.tolist() == [*range(40), *[0] * 24]
+
+
+def test_packing_int8_keeps_two_inputs_apart_that_bfloat16_has_side_by_side() -> None:
+    codes = torch.randint(-127, 128, (40, 70), dtype=torch.int8)
+    packed = pack(codes, None, torch.arange(1.0, 41.0)[:, None])
+    assert packed.tiles.dtype == torch.int8
+    assert packed.tiles[1, 2, 0, 2, 1, 7] == codes[32 + 7, 64 + 5]
+    assert packed.scale is not None
+    assert packed.scale.tolist() == [*range(1, 41), *[0] * 24]
 
 
 def test_gates_and_their_values_share_panels() -> None:

@@ -20,6 +20,7 @@ from tests.tiny_models import tiny_model
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
 from worker.engine.model_loader import choose_device, choose_dtype, load_model, local_model_path, prepare_model
+from worker.engine.quantization import Int8Linear
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -131,6 +132,18 @@ def test_a_folder_loads(folder: Path) -> None:
     assert loaded.model.config._attn_implementation == interface.NAME
     assert not loaded.model.training
     assert loaded.eos_token_ids == frozenset()
+
+
+def test_weights_are_quantised_where_that_is_asked_for(folder: Path) -> None:
+    loaded = load_model(EngineConfig(model=str(folder), quantization="int8", dtype="bfloat16", device="cpu"))
+    assert isinstance(loaded.model.lm_head, Int8Linear)
+    assert isinstance(loaded.model.model.layers[0].self_attn.k_proj, Int8Linear)
+    assert (loaded.dtype, loaded.vocab_size) == (torch.bfloat16, loaded.config.vocab_size)
+
+
+def test_an_unknown_quantisation_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="quantization must be one of none, int8"):
+        EngineConfig(quantization="int3")  # type: ignore[arg-type]  # what a settings file may say
 
 
 def test_the_context_is_never_longer_than_the_models(folder: Path) -> None:

@@ -39,6 +39,7 @@ _WARMUP_TOKENS = 16
 @click.option("--callers", default=128, show_default=True, type=click.IntRange(1), help="Blocking callers of the queue engine.")
 @click.option("--model", default="demo", show_default=True, help="Model folder, GGUF file, hub id, or demo.")
 @click.option("--dtype", default="auto", show_default=True)
+@click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="Of Headrace's weights.")
 @click.option("--max-batch-size", default=128, show_default=True, type=click.IntRange(1))
 @click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1))
 @click.option("--seed", default=0, show_default=True, help="Of generated workloads and arrivals.")
@@ -101,19 +102,20 @@ def _requests(workload: str, options: Mapping[str, Any]) -> list[BenchRequest]:
 
 def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None) -> EngineSpec:
     model = {key: options[key] for key in ("model", "dtype")}
-    sizes = {key: options[key] for key in ("max_batch_size", "max_batch_tokens")} | {"enable_prefix_caching": False}
+    ours = {key: options[key] for key in ("quantization", "max_batch_size", "max_batch_tokens")}
+    ours |= model | {"enable_prefix_caching": False}
     match name:
         case "queue":
-            return EngineSpec(name, "queue", {**model, **sizes, "callers": options["callers"]})
+            return EngineSpec(name, "queue", {**ours, "callers": options["callers"]})
         case "static":
-            return EngineSpec(name, "headrace", {**model, **sizes, "policy": "static"})
+            return EngineSpec(name, "headrace", {**ours, "policy": "static"})
         case "naive" | "transformers-static" | "transformers":
             mode = {"naive": "naive", "transformers-static": "static", "transformers": "continuous"}[name]
             return EngineSpec(name, "transformers", {**model, "mode": mode})
         case "vllm":
             assert vllm_python is not None
             return _vllm_spec(vllm_python, options)
-    return EngineSpec(name, "headrace", {**model, **sizes})
+    return EngineSpec(name, "headrace", ours)
 
 
 def _vllm_spec(python: str, options: Mapping[str, Any]) -> EngineSpec:

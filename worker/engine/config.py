@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Policy = Literal["continuous", "static"]
 Attention = Literal["auto", "torch", "flashinfer"]
+Quantization = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,8 @@ class EngineConfig:
         model: ``demo`` (the embedded SmolLM2-135M-Instruct), a folder, a hub id, or a ``.gguf`` file.
         device: ``auto`` takes CUDA where present.
         dtype: ``auto`` takes bfloat16 where the device computes in it, else float32.
+        quantization: ``int8`` stores the weights of linear layers so, a scale an output; what they compute stays in ``dtype``.
+            Of no effect on a model that is given to the engine in memory.
         max_batch_size: most requests in one step.
         max_batch_tokens: most tokens computed in one step, decodes and prefill chunks together.
         max_model_len: context limit in tokens; None takes the model's.
@@ -45,6 +48,7 @@ class EngineConfig:
     model: str = "demo"
     device: str = "auto"
     dtype: str = "auto"
+    quantization: Quantization = "none"
     max_batch_size: int = 100
     max_batch_tokens: int = 512
     max_model_len: int | None = None
@@ -66,6 +70,9 @@ class EngineConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in (("quantization", Quantization),):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}")
         for name, low in (("max_batch_size", 1), ("max_batch_tokens", 1), ("block_size", 1), ("cpu_swap_blocks", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}")

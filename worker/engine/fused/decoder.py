@@ -9,12 +9,12 @@ from typing import Any
 
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from worker.engine.attention.cpu_backend import batch_struct
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.fused.packing import PackedMatrix, pack, pack_interleaved, pack_stacked
+from worker.engine.fused.packing import PackedMatrix, pack_interleaved, pack_stacked
 from worker.engine.fused.structure import ACTIVATIONS, DecoderStructure, LayerStructure, NotRecognised, recognise
 from worker.engine.native import memory
 from worker.engine.native.library import (
@@ -26,6 +26,7 @@ from worker.engine.native.library import (
     StepStruct,
     kernels,
 )
+from worker.engine.quantization import store_weight, stored_weight
 
 log = structlog.get_logger("headrace.engine")
 
@@ -66,7 +67,7 @@ class FusedDecoder:
         self._lib = lib
         self._structure = structure
         self._packed = [_pack_layer(layer) for layer in structure.layers]
-        self._head = pack(structure.head.weight, structure.head.bias)
+        self._head = pack_stacked([structure.head])
         self._caches = list(caches)
         self._layers = (DecoderLayerStruct * len(self._packed))(*map(_layer_struct, structure.layers, self._packed, self._caches))
         self._decoder = _decoder_struct(structure, self._layers, self._head)
@@ -130,10 +131,10 @@ class FusedDecoder:
     def release(self) -> None:
         """Free the modules' own copies of the weights that are packed; the modules can compute nothing after it."""
         modules = [m for layer in self._structure.layers for m in (*layer.qkv, layer.o, layer.gate, layer.up, layer.down)]
-        if self._structure.head.weight.data_ptr() != self._structure.embedding.data_ptr():
+        if stored_weight(self._structure.head)[0].data_ptr() != self._structure.embedding.data_ptr():
             modules.append(self._structure.head)
         for module in modules:
-            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+            store_weight(module, stored_weight(module)[0].new_empty(0))
 
     def _workspace_for(self, step: StepStruct, threads: int) -> int:
         size = self._lib.headrace_decoder_workspace_bytes(
@@ -147,9 +148,9 @@ class FusedDecoder:
 def _pack_layer(layer: LayerStructure) -> _PackedLayer:
     return _PackedLayer(
         qkv=pack_stacked(list(layer.qkv)),
-        o=pack(layer.o.weight, layer.o.bias),
+        o=pack_stacked([layer.o]),
         gate_up=pack_interleaved(layer.gate, layer.up),
-        down=pack(layer.down.weight, layer.down.bias),
+        down=pack_stacked([layer.down]),
     )
 
 

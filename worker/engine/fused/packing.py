@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from worker.engine.native import memory
 from worker.engine.native.library import MatrixStruct
+from worker.engine.quantization import Linear, stacked
 
 PANEL = 32
 TILE = 16
@@ -20,45 +22,49 @@ class PackedMatrix:
     """A linear layer's weight ``[n, k]`` in panels, and its bias in float32.
 
     Attributes:
-        tiles: bfloat16, ``[n / 32, k / 32, 2, 16 input pairs, 16 outputs, 2]``, zeros where n or k was no multiple of 32.
+        tiles: bfloat16, ``[n / 32, k / 32, 2, 16 input pairs, 16 outputs, 2]``, zeros where n or k was no multiple of 32; or
+            int8, the last two dimensions exchanged.
+        scale: of int8, float32, one an output.
     """
 
     tiles: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
     def struct(self) -> MatrixStruct:
         """Pointers into this, which must outlive them."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return MatrixStruct(self.tiles.data_ptr(), bias, self.tiles.shape[0] * PANEL, self.tiles.shape[1] * PANEL)
+        bias, scale = (None if tensor is None else tensor.data_ptr() for tensor in (self.bias, self.scale))
+        return MatrixStruct(self.tiles.data_ptr(), bias, scale, self.tiles.shape[0] * PANEL, self.tiles.shape[1] * PANEL)
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
-    """Pack a weight ``[n, k]`` and its bias ``[n]``."""
+def pack(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> PackedMatrix:
+    """Pack a weight ``[n, k]``, its bias ``[n]`` and, of int8 codes, its scales ``[n, 1]``."""
     rows, columns = weight.shape
-    padded = functional.pad(weight.detach().to(torch.bfloat16), (0, -columns % PANEL, 0, -rows % PANEL))
+    dtype, order = (torch.bfloat16, (0, 3, 1, 4, 2, 5)) if scale is None else (torch.int8, (0, 3, 1, 4, 5, 2))
+    padded = functional.pad(weight.detach().to(dtype), (0, -columns % PANEL, 0, -rows % PANEL))
     panels, steps = padded.shape[0] // PANEL, padded.shape[1] // PANEL
-    tiles = memory.zeros((panels, steps, 2, TILE, TILE, 2), torch.bfloat16)
-    tiles.copy_(padded.view(panels, 2, TILE, steps, TILE, 2).permute(0, 3, 1, 4, 2, 5))
-    if bias is not None:
-        bias = functional.pad(bias.detach().float(), (0, -rows % PANEL)).contiguous()
-    return PackedMatrix(tiles, bias)
+    ordered = padded.view(panels, 2, TILE, steps, TILE, 2).permute(order)
+    tiles = memory.zeros(ordered.shape, dtype)
+    tiles.copy_(ordered)
+    return PackedMatrix(tiles, _padded(bias, rows), _padded(scale, rows))
 
 
-def pack_stacked(linears: list[nn.Linear]) -> PackedMatrix:
+def pack_stacked(linears: Sequence[Linear]) -> PackedMatrix:
     """Pack linears that read the same input as one, their outputs one after the other."""
-    return pack(torch.cat([linear.weight for linear in linears]), _stacked_bias(linears))
+    return pack(*stacked(linears))
 
 
-def pack_interleaved(gate: nn.Linear, up: nn.Linear) -> PackedMatrix:
+def pack_interleaved(gate: Linear, up: Linear) -> PackedMatrix:
     """Pack two linears as one whose panels are 16 outputs of the first and the same 16 of the second."""
-    bias = _stacked_bias([gate, up])
-    weight = torch.stack([gate.weight.view(-1, TILE, gate.in_features), up.weight.view(-1, TILE, up.in_features)], 1)
-    if bias is not None:
-        bias = bias.view(2, -1, TILE).transpose(0, 1).flatten()
-    return pack(weight.flatten(0, 2), bias)
+    weight, bias, scale = (None if tensor is None else _interleaved(tensor) for tensor in stacked([gate, up]))
+    assert weight is not None
+    return pack(weight, bias, scale)
 
 
-def _stacked_bias(linears: list[nn.Linear]) -> Tensor | None:
-    if all(linear.bias is None for linear in linears):
-        return None
-    return torch.cat([linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears])
+def _interleaved(rows: Tensor) -> Tensor:
+    """Of two halves of rows, 16 of the first, then 16 of the second, and so on."""
+    return rows.view(2, -1, TILE, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def _padded(per_output: Tensor | None, rows: int) -> Tensor | None:
+    return None if per_output is None else functional.pad(per_output.detach().float().flatten(), (0, -rows % PANEL)).contiguous()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.attention.layers import AttentionLayer
+from worker.engine.quantization import Int8Linear, Linear
 
 _ARCHITECTURES = {
     f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Granite", "Gemma", "Gemma2", "Gemma3")
@@ -37,11 +38,11 @@ class LayerStructure:
     """One decoder layer: its modules, and what its attention is called with."""
 
     attention: AttentionLayer
-    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
-    o: nn.Linear
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    qkv: tuple[Linear, Linear, Linear]
+    o: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
     attn_norm: Tensor
     mlp_norm: Tensor
     attn_out_norm: Tensor | None
@@ -57,7 +58,7 @@ class DecoderStructure:
 
     layers: list[LayerStructure]
     embedding: Tensor
-    head: nn.Linear
+    head: Linear
     final_norm: Tensor
     norm_eps: float
     activation: str
@@ -135,9 +136,9 @@ def _layer(module: Any, attention: AttentionLayer, rope: Tensor | None, eps: flo
     )
 
 
-def _linear(module: Any) -> nn.Linear:
-    _require(type(module) is nn.Linear, f"a linear layer is a {type(module).__name__}")
-    assert isinstance(module, nn.Linear)
+def _linear(module: Any) -> Linear:
+    _require(type(module) in (nn.Linear, Int8Linear), f"a linear layer is a {type(module).__name__}")
+    assert isinstance(module, Linear)
     return module
 
 

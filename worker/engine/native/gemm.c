@@ -6,9 +6,11 @@
 #define BLOCK_FLOATS (ROW_BLOCK * PANEL)
 #define MAX_BLOCKS 8  /* row blocks whose sums are held while a panel's steps are worked off in pieces */
 #define MAX_STEPS 18  /* steps of a piece: a block of rows and the piece of the panel nearly fit the first cache */
+#define STEP_ELEMENTS (2 * TILE_ELEMENTS)
 #define LINES_AHEAD 4 /* of the next panel's cache lines, asked for in each step: more would keep this block's own loads waiting */
 
-int64_t gemm_scratch_bytes(void) { return MAX_BLOCKS * BLOCK_FLOATS * sizeof(float); }
+/* Sums, then a piece of a panel of int8 in bfloat16. */
+int64_t gemm_scratch_bytes(void) { return MAX_BLOCKS * BLOCK_FLOATS * sizeof(float) + MAX_STEPS * STEP_ELEMENTS * sizeof(bf16); }
 
 /* sums[32][32] (+)= the block's rows x `steps` steps of a panel. */
 struct block {
@@ -136,18 +138,33 @@ static void multiply(const struct block *b) {
 
 static int min_int(int a, int b) { return a < b ? a : b; }
 
+/* Floats of so small integers have nothing in their lower halves. */
+static void codes_to_bf16(const int8_t *codes, int count, bf16 *out) {
+    for (int i = 0; i < count; i += 2 * LANES)
+        v_store_pairs(out + i, (v16u)v_load_int8(codes + i) >> 16 | (v16u)v_load_int8(codes + i + LANES));
+}
+
+/* `steps` steps of the weights from step `first` on, in bfloat16: where they lie, or made in `room`. */
+static const bf16 *steps_of(const struct matrix *w, int64_t first, int steps, bf16 *room) {
+    if (!w->scale) return (const bf16 *)w->tiles + first * STEP_ELEMENTS;
+    codes_to_bf16((const int8_t *)w->tiles + first * STEP_ELEMENTS, steps * STEP_ELEMENTS, room);
+    return room;
+}
+
 /* One panel against rows [begin, end), at most MAX_BLOCKS blocks of them. */
 static void run_panel(const struct matrix *w, struct operand a, int panel, int begin, int end, const struct result *out, float *scratch,
                       struct pending *pending) {
     int steps = w->k / PANEL, pieces = (steps + MAX_STEPS - 1) / MAX_STEPS, size = (steps + pieces - 1) / pieces;
-    const bf16 *weights = w->tiles + (int64_t)panel * steps * 2 * TILE_ELEMENTS;
-    const char *ahead = (const char *)(weights + (int64_t)steps * 2 * TILE_ELEMENTS);
+    int64_t before = (int64_t)panel * steps, step_bytes = STEP_ELEMENTS * (w->scale ? sizeof(int8_t) : sizeof(bf16));
+    const char *ahead = (const char *)w->tiles + (before + steps) * step_bytes;
+    bf16 *room = (bf16 *)(scratch + MAX_BLOCKS * BLOCK_FLOATS);
     for (int first = 0; first < steps; first += size) {
         int count = min_int(size, steps - first);
+        const bf16 *weights = steps_of(w, before + first, count, room);
         for (int row = begin; row < end; row += ROW_BLOCK, ahead += LINES_AHEAD * CACHE_LINE * count) {
             struct block b = {
                 .rows = a.data + row / TILE_ROWS * a.tile_stride + first * a.step_stride, .a = &a,
-                .weights = weights + first * 2 * TILE_ELEMENTS, .num_rows = min_int(end - row, ROW_BLOCK), .steps = count,
+                .weights = weights, .num_rows = min_int(end - row, ROW_BLOCK), .steps = count,
                 .add = first > 0, .sums = scratch + (row - begin) * PANEL, .ahead = ahead, .pending = pending,
             };
             multiply(&b);

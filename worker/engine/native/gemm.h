@@ -4,6 +4,9 @@
  * [n / 32][k / 32][2][16 input pairs][16 outputs][2], zeros where n or k is padded. A panel is contiguous and is
  * streamed once for all rows; each tile is the second operand of a tile product.
  *
+ * Weights of int8 lie in the same order but for the two inputs of a pair: [16 input pairs][2][16 outputs]. A piece of a panel is
+ * made into bfloat16, which holds the codes exactly, once for all rows that are multiplied with it; the outputs' scales meet the sums.
+ *
  * Rows come plain, or in tiles of 16 rows x 32 columns, which lie in one piece (written by kernels, read by the next).
  */
 #ifndef HEADRACE_GEMM_H
@@ -19,9 +22,9 @@
 
 /* Packed weights. Mirrored by `MatrixStruct` in library.py. */
 struct matrix {
-    const bf16 *tiles;
-    const float *bias; /* [n], or NULL */
-    int32_t n, k;      /* both padded to multiples of 32 */
+    const void *tiles;         /* bf16, or int8_t where there is a scale */
+    const float *bias, *scale; /* [n], or NULL */
+    int32_t n, k;              /* both padded to multiples of 32 */
 };
 
 struct operand {

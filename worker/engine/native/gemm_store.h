@@ -49,9 +49,11 @@ static inline void store_row(const struct result *out, int row, int column, v16f
 }
 
 /* The last panel of a matrix whose outputs are no multiple of 32; only float32 results are ever that odd. */
-static void store_part(const struct result *out, int row, int column, const float *sums, const float *bias) {
-    float *to = (float *)out->data + row * out->stride + column;
-    for (int i = 0; i < out->columns - column; i++) to[i] = sums[i] + (bias ? bias[column + i] : 0);
+static void store_part(const struct result *out, int row, int column, v16f left, v16f right) {
+    float panel[PANEL];
+    v_store(panel, left);
+    v_store(panel + LANES, right);
+    memcpy((float *)out->data + row * out->stride + column, panel, (size_t)(out->columns - column) * sizeof *panel);
 }
 
 /* Sums that are complete but not yet stored: they are while the tile unit works on the next block. */
@@ -64,8 +66,9 @@ struct pending {
 
 static inline __attribute__((always_inline)) void store_next(struct pending *p) {
     v16f left = v_load(p->sums), right = v_load(p->sums + LANES);
+    if (p->w->scale) left *= v_load(p->w->scale + p->column), right *= v_load(p->w->scale + p->column + LANES);
     if (p->w->bias) left += v_load(p->w->bias + p->column), right += v_load(p->w->bias + p->column + LANES);
-    if (p->column + PANEL > p->out->columns && p->out->store == STORE_F32) store_part(p->out, p->row, p->column, p->sums, p->w->bias);
+    if (p->column + PANEL > p->out->columns && p->out->store == STORE_F32) store_part(p->out, p->row, p->column, left, right);
     else store_row(p->out, p->row, p->column, left, right);
     p->sums += PANEL, p->row++, p->count--;
 }

@@ -53,7 +53,7 @@ class BatchStruct(ctypes.Structure):
 class MatrixStruct(ctypes.Structure):
     """``struct matrix``: packed weights."""
 
-    _fields_: ClassVar = [("tiles", _POINTER), ("bias", _POINTER), ("n", _INT32), ("k", _INT32)]
+    _fields_: ClassVar = [("tiles", _POINTER), ("bias", _POINTER), ("scale", _POINTER), ("n", _INT32), ("k", _INT32)]
 
 
 class DecoderLayerStruct(ctypes.Structure):

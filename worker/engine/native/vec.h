@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -22,6 +22,8 @@ typedef float v16f __attribute__((vector_size(64)));
 typedef int32_t v16i __attribute__((vector_size(64)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
 typedef uint16_t v16h __attribute__((vector_size(32)));
+typedef uint32_t v8u __attribute__((vector_size(32)));
+typedef int8_t v16b __attribute__((vector_size(16)));
 
 static const v16i v_iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -78,6 +80,32 @@ static inline v16f v_load_bf16(const bf16 *p) {
     v16h h;
     memcpy(&h, p, sizeof h);
     return (v16f)(__builtin_convertvector(h, v16u) << 16);
+}
+
+/* Sixteen pairs of bfloat16; in halves where GCC would take a longer vector than a register apart into integers. */
+static inline void v_store_pairs(bf16 *p, v16u v) {
+#ifdef __AVX512F__
+    memcpy(p, &v, sizeof v);
+#else
+    v8u low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    memcpy(p, &low, sizeof low);
+    memcpy(p + LANES, &high, sizeof high);
+#endif
+}
+
+/* GCC takes conversions of bytes apart into scalars where it is not told the instruction. */
+static inline v16f v_load_int8(const int8_t *p) {
+#ifdef __AVX512F__
+    return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(__AVX2__)
+    __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+    __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8))));
+    return (v16f)__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    v16b b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, v16i), v16f);
+#endif
 }
 
 static inline void v_store_bf16(bf16 *p, v16f v) {

@@ -1,0 +1,120 @@
+"""Symmetric int8: rows of codes in -127..127 with a scale each, that of the row's largest magnitude.
+
+Rounding to nearest costs an element at most half its row's scale (Jacob et al., "Quantization and Training of Neural Networks for
+Efficient Integer-Arithmetic-Only Inference", 2018, without zero points).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from producer.errors import ModelUnavailable
+
+LARGEST_CODE = 127
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a row of zeros is divided by something
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")  # a few numbers that choose experts: left as they are
+_LEAST_SHARE = 0.5  # of the decoder's weights that must be in linear layers, or asking for int8 would bring next to nothing
+
+log = structlog.get_logger("headrace.engine")
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise along the last dimension.
+
+    Returns:
+        Codes, int8 of the same shape, and scales, float32 ``[..., 1]``. A row with a NaN or an infinity has a scale that is none
+        either, so that all of it reads back as no number.
+    """
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / LARGEST_CODE).clamp_min(_SMALLEST_SCALE)
+    return (x / scale).round().to(torch.int8), scale
+
+
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the codes stand for, rounded once to ``dtype``."""
+    return (codes * scale).to(dtype)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with its weight in int8, a scale an output; it computes in its input's dtype.
+
+    There is no attribute ``weight``: model code that reads one by itself fails, and does not take codes for weights.
+
+    Attributes:
+        codes: int8 ``[out_features, in_features]``.
+        scale: float32 ``[out_features, 1]``.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        codes, scale = quantize_rows(linear.weight.detach())
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, dequantize(self.codes, self.scale, x.dtype), self.bias)
+
+
+Linear = nn.Linear | Int8Linear
+
+
+def stored_weight(linear: Linear) -> tuple[Tensor, Tensor | None]:
+    """The weight as it is stored, ``[n, k]``, and the scales ``[n, 1]`` of one in int8."""
+    return (linear.codes, linear.scale) if isinstance(linear, Int8Linear) else (linear.weight.detach(), None)
+
+
+def store_weight(linear: Linear, values: Tensor) -> None:
+    """Let a layer hold other memory for the values of `stored_weight`: the same elsewhere, or none."""
+    if isinstance(linear, Int8Linear):
+        linear.codes = values
+    else:
+        linear.weight = nn.Parameter(values, requires_grad=False)
+
+
+def stacked(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Linears that read the same input as one, their outputs one after the other: weight as stored, bias, scales. One is not copied."""
+    weights, scales = zip(*map(stored_weight, linears), strict=True)
+    biases = [linear.bias for linear in linears]
+    if len(linears) == 1:
+        return weights[0], biases[0], scales[0]
+    bias = None
+    if (given := next((bias for bias in biases if bias is not None), None)) is not None:
+        bias = torch.cat([given.new_zeros(n.out_features) if n.bias is None else n.bias.detach() for n in linears])
+    return torch.cat(weights), bias, None if scales[0] is None else torch.cat(scales)
+
+
+def quantize_linears(model: Any) -> None:
+    """Quantise the linear layers of a ``...ForCausalLM``, its output head among them. An embedding that is tied to the head stays.
+
+    Raises:
+        ModelUnavailable: most of its weights are elsewhere (experts, convolutions), or a weight is no finite number.
+    """
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and not _ROUTER.search(name)}
+    _check_share(model, linears)
+    for name, linear in linears.items():
+        quantized = Int8Linear(linear)
+        if not quantized.scale.isfinite().all():
+            raise ModelUnavailable(f"quantization int8: the weight of {name} has numbers that are not finite")
+        model.set_submodule(name, quantized)
+    log.info("weights are int8", layers=len(linears))
+
+
+def _check_share(model: Any, linears: dict[str, nn.Linear]) -> None:
+    embedding = model.get_input_embeddings().weight
+    matrices = {p for p in model.get_decoder().parameters() if p.ndim > 1 and p is not embedding}
+    quantized = sum(linear.weight.numel() for linear in linears.values() if linear.weight in matrices)
+    share = quantized / sum(matrix.numel() for matrix in matrices)
+    if share < _LEAST_SHARE:
+        kind = model.config.model_type
+        raise ModelUnavailable(f"quantization int8: only {share:.0%} of the decoder's weights of model type {kind} are in linear layers")
