@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -50,8 +50,11 @@ class Submission:
         return scripts.load("enqueue").command(self.keys, args)
 
 
-def submission(keys: Keys, wanted: Wanted, encoding: Encoding, max_queue_depth: int | None) -> Submission:
+def submission(keys: Keys, wanted: Wanted, encoding: Encoding, max_queue_depth: int | None, trace_context: Mapping[str, str]) -> Submission:
     """Encode a request.
+
+    Args:
+        trace_context: fields that carry the caller's trace.
 
     Raises:
         InvalidRequest: it is larger than an entry may be.
@@ -66,7 +69,7 @@ def submission(keys: Keys, wanted: Wanted, encoding: Encoding, max_queue_depth: 
         FINISHED_STATE_TTL_MS,
         encoding,
         cancelled_body(encoding),
-        *(part for item in codec.encode_request(request, encoding).items() for part in item),
+        *(part for item in (codec.encode_request(request, encoding) | dict(trace_context)).items() for part in item),
     )
     names = (keys.stream(request.tier), keys.state(request.id), keys.reply(request.id), keys.limits)
     return Submission(request.id, names, args, wanted.durable, request.stream)

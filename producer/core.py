@@ -7,14 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from producer import calls, validate
+from producer import calls, tracing, validate
 from producer.calls import Submission, Ticket, Wait
 from producer.codec import ENCODINGS
 from producer.connection import redact
-from producer.errors import HeadraceError, RedisUnavailable
+from producer.errors import HeadraceError, InvalidRequest, QueueFull, RedisUnavailable
 from producer.exchange import Call, Outage, Patience
 from producer.keys import Keys, check_name
 from producer.options import MAX_DEADLINE_S, Wanted, build, build_many
+from producer.tracing import NOT_TRACED, Traced
 from producer.wire import Chunk, Encoding, Result
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
@@ -73,36 +74,44 @@ class ClientCore:
     def _patience_of(self, timeout_s: float | None) -> Patience:
         return Patience(timeout_s, self._outage)
 
-    def _submission(self, wanted: Wanted) -> Submission:
-        return calls.submission(self.keys, wanted, self._encoding, self._max_queue_depth)
+    def _submission(self, wanted: Wanted, traced: Traced) -> Submission:
+        return calls.submission(self.keys, wanted, self._encoding, self._max_queue_depth, traced.fields)
 
     def _submit_call(self, prompt: str | None, options: Mapping[str, Any]) -> Call[Ticket]:
-        item = self._submission(build(prompt, options))
-        [ticket] = yield from calls.enqueue([item], self.keys, self._patience())
-        if ticket.refused is not None:
-            raise ticket.refused
-        return ticket
+        return self._enqueue_call(build(prompt, options), self._patience(), NOT_TRACED)
+
+    def _enqueue_call(self, wanted: Wanted, patience: Patience, within: Traced) -> Call[Ticket]:
+        with tracing.span("PRODUCER", "submit", self.queue, {"messaging.message.id": wanted.request.id}, within=within) as traced:
+            [ticket] = yield from calls.enqueue([self._submission(wanted, traced)], self.keys, patience)
+            if ticket.refused is not None:
+                raise ticket.refused
+            return ticket
 
     def _submit_many_call(self, items: Sequence[str | Mapping[str, Any]]) -> Call[list[Ticket]]:
-        return calls.enqueue([self._submission(wanted) for wanted in build_many(items)], self.keys, self._patience())
+        many = build_many(items)
+        with tracing.span("PRODUCER", "submit", self.queue, {"messaging.batch.message_count": len(many)}) as traced:
+            return (yield from calls.enqueue([self._submission(wanted, traced) for wanted in many], self.keys, self._patience()))
 
     def _submit_and_wait_call(self, prompt: str | None, timeout_s: float | None, options: Mapping[str, Any]) -> Call[Result]:
-        """A request whose caller gives up, times out or is interrupted is cancelled before the error goes on."""
         wanted = build(prompt, options)
         timeout_s = check_timeout(timeout_s)
         if wanted.deadline_s is None and timeout_s is not None:
             wanted = replace(wanted, deadline_s=timeout_s + DEADLINE_GRACE_S)
-        item, patience = self._submission(wanted), self._patience_of(timeout_s)
+        with tracing.span("CLIENT", "submit_and_wait", self.queue, {"messaging.message.id": wanted.request.id}) as traced:
+            return (yield from self._answer_call(wanted, self._patience_of(timeout_s), traced))
+
+    def _answer_call(self, wanted: Wanted, patience: Patience, traced: Traced) -> Call[Result]:
+        """A request whose caller gives up, times out or is interrupted is cancelled before the error goes on."""
         ticket = None
         try:
-            [ticket] = yield from calls.enqueue([item], self.keys, patience)
+            ticket = yield from self._enqueue_call(wanted, patience, traced)
             return (yield from self._wait_call(ticket, patience))
-        except (GeneratorExit, RedisUnavailable):
+        except (GeneratorExit, RedisUnavailable, QueueFull, InvalidRequest):
             raise
         except BaseException:
             if ticket is None or not ticket.finished:
                 with suppress(HeadraceError):
-                    yield from self._abandon_call(item.request_id)
+                    yield from self._abandon_call(wanted.request.id)
             raise
 
     def _abandon_call(self, request_id: str) -> Call[calls.CancelOutcome]:

@@ -19,6 +19,7 @@ import redis
 from producer.keys import GROUP, TIERS, Keys
 from tests.fakes import FakeEngine
 from worker.config import WorkerConfig
+from worker.output import OnEnd
 from worker.reload import LoadModel
 from worker.worker import Worker
 
@@ -36,10 +37,17 @@ def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
 
 
 @contextmanager
-def worker_thread(url: str, queue: str, engine: FakeEngine | None = None, load: LoadModel | None = None, **config: Any) -> Iterator[Worker]:
+def worker_thread(
+    url: str,
+    queue: str,
+    engine: FakeEngine | None = None,
+    load: LoadModel | None = None,
+    on_end: OnEnd | None = None,
+    **config: Any,
+) -> Iterator[Worker]:
     """A worker in this process, with ``engine`` or what ``load`` makes; drained at the end."""
     settings = WorkerConfig(redis_url=url, queue=queue, **{"lease_s": 2.0, "drain_s": 5.0} | config)
-    worker = Worker(settings, load or (lambda model: engine if engine is not None else FakeEngine(model)))
+    worker = Worker(settings, load or (lambda model: engine if engine is not None else FakeEngine(model)), on_end=on_end)
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(worker.run()), daemon=True)
     thread.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -47,6 +48,7 @@ class Release:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+OnEnd = Callable[[ActiveRequest, Outcome], None]
 Event = list[StepOutput] | Refusal | Release | Ended
 
 
@@ -62,8 +64,10 @@ class Publisher:
         loop: EngineLoop,
         outage: Outage,
         metrics: WorkerMetrics,
+        on_end: OnEnd | None = None,
     ) -> None:
         self.requests_done = 0
+        self._on_end = on_end
         self._config = config
         self._ledger = ledger
         self._registry = registry
@@ -102,7 +106,7 @@ class Publisher:
             self._registry.drop(active)
             self._abort(active)
         self._metrics.lease_lost()
-        log_end(active, "lost", with_text=self._config.log_prompts)
+        self._ended(active, "lost")
 
     def look(self) -> None:
         """Something has changed that may make a frame due."""
@@ -281,7 +285,12 @@ class Publisher:
         elif outcome == "written":
             self.requests_done += 1
             self._metrics.request_finished(sample_of(active))
-        log_end(active, outcome, with_text=self._config.log_prompts)
+        self._ended(active, outcome)
+
+    def _ended(self, active: ActiveRequest, became: Outcome) -> None:
+        log_end(active, became, with_text=self._config.log_prompts)
+        if self._on_end is not None:
+            self._on_end(active, became)
 
     def _handed_back(self, *, crashed: bool, running_only: bool = False) -> bool:
         """One attempt at writing everything and handing back the rest: all, or those that are in the engine."""

@@ -24,13 +24,21 @@ from worker.engine_api import EngineLike, StepSample
 from worker.health import Finding, HealthServer
 from worker.metrics import WorkerMetrics
 from worker.reload import Reload
+from worker.tracing import exporting_to
 from worker.worker import Worker
 
 _PING_TIMEOUT_S = 1.0  # of the readiness check; a probe waits for it
 
 
 def serve(
-    *, metrics_port: int | None, metrics_sources: Sequence[str], step_log: Path | None, log_level: str, log_format: str, **options: Any
+    *,
+    metrics_port: int | None,
+    metrics_sources: Sequence[str],
+    step_log: Path | None,
+    otlp_traces_endpoint: str | None,
+    log_level: str,
+    log_format: str,
+    **options: Any,
 ) -> int:
     """Run a worker until it is told to stop; returns the process's exit code.
 
@@ -38,6 +46,7 @@ def serve(
         metrics_port: of ``/metrics``, ``/healthz`` and ``/readyz``; None serves none.
         metrics_sources: labels of requests that are counted by name.
         step_log: file that gets a JSON line a step.
+        otlp_traces_endpoint: URL that gets a trace a request.
         options: the fields of `WorkerConfig` and `EngineConfig`; None takes the default.
     """
     from worker.engine.config import EngineConfig
@@ -54,7 +63,14 @@ def serve(
     metrics = WorkerMetrics(config.name, metrics_sources)
     with ExitStack() as stack:
         log = stack.enter_context(StepLog.opened(step_log)) if step_log is not None else None
-        worker = Worker(config, load_engine, metrics, on_step=log.write if log is not None else None)
+        tracer = stack.enter_context(exporting_to(otlp_traces_endpoint, config)) if otlp_traces_endpoint is not None else None
+        worker = Worker(
+            config,
+            load_engine,
+            metrics,
+            on_step=log.write if log is not None else None,
+            on_end=tracer.record if tracer is not None else None,
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stopper(worker))
         signal.signal(signal.SIGHUP, lambda _number, _frame: worker.request_reload(Reload()))

@@ -26,7 +26,7 @@ from worker.guard import Guard, described
 from worker.intake import Intake
 from worker.keeper import Keeper
 from worker.metrics import WorkerMetrics
-from worker.output import Publisher
+from worker.output import OnEnd, Publisher
 from worker.registry import Registry
 from worker.reload import LoadModel, Reload, Reloader
 from worker.stream.consumer import Consumer
@@ -49,6 +49,7 @@ class Worker:
             engine's own thread, while the heartbeat already says ``starting`` or ``reloading``.
         metrics: where to count; None makes a registry of its own.
         on_step: called after each step, in the engine's thread; must not block.
+        on_end: called after each request's end, and with what became of its reply, in the publisher's thread; must not block.
 
     Example::
 
@@ -63,6 +64,7 @@ class Worker:
         load_engine: LoadModel,
         metrics: WorkerMetrics | None = None,
         on_step: Callable[[StepSample], None] | None = None,
+        on_end: OnEnd | None = None,
     ) -> None:
         self.config = config
         self.registry = Registry()
@@ -76,7 +78,7 @@ class Worker:
         self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, safe to use in a signal handler
         outage = Outage()
         self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
-        self._publisher = Publisher(config, self._guard, self._ledger(), self.registry, self.loop, outage, self._metrics)
+        self._publisher = Publisher(config, self._guard, self._ledger(), self.registry, self.loop, outage, self._metrics, on_end)
         core = Core(config, self._guard, self.registry, self.loop, self._publisher, outage, self._metrics)
         self._intake = Intake(core, Consumer(self._client, self._keys, config.name, config.lease_s), self._ledger())
         self._reloader = Reloader(core, self._intake, load_engine, over=self._over, wake=self._wake)
