@@ -30,7 +30,7 @@ class AsyncClient(ClientCore):
     def __init__(self, url: str = DEFAULT_URL, queue: str = "default", **settings: Unpack[Settings]) -> None:
         """As `ClientCore` says."""
         super().__init__(url, queue, **settings)
-        self._connected: aioredis.Redis | None = connect_async(url)
+        self._connected: aioredis.Redis | None = connect_async(url, queue=queue)
 
     async def submit_and_wait(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]
@@ -64,7 +64,7 @@ class AsyncClient(ClientCore):
     def redis(self) -> aioredis.Redis:
         """The redis-py client below, for commands of the caller's own."""
         if self._connected is None:
-            self._connected = connect_async(self._url)
+            self._connected = connect_async(self._url, queue=self.queue)
         return self._connected
 
     async def close(self) -> None:

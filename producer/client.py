@@ -31,7 +31,7 @@ class Client(ClientCore):
     def __init__(self, url: str = DEFAULT_URL, queue: str = "default", **settings: Unpack[Settings]) -> None:
         """As `ClientCore` says."""
         super().__init__(url, queue, **settings)
-        self._by_process: dict[int, Redis] = {os.getpid(): connect(url)}
+        self._by_process: dict[int, Redis] = {os.getpid(): connect(url, queue=queue)}
 
     def submit_and_wait(self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]) -> Result:
         """Run one request and return its result.
@@ -92,7 +92,7 @@ class Client(ClientCore):
 
         A child takes nothing over: a lock of the pool may have been held by a thread that was not forked along.
         """
-        client = self._by_process.setdefault(pid, connect(self._url))
+        client = self._by_process.setdefault(pid, connect(self._url, queue=self.queue))
         for other in self._by_process.keys() - {pid}:
             self._by_process.pop(other, None)
         return client

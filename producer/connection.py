@@ -21,9 +21,12 @@ from redis.asyncio.connection import UnixDomainSocketConnection as AsyncUnixConn
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
-from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.sentinel import Sentinel
+
+from producer.keys import Keys
+from producer.sockets import Address, SentinelTcp, SentinelTls, Tcp, Tls, Unix
 
 SOCKET_TIMEOUT_S = 10.0  # no reply for this long is a dead connection
 CONNECT_TIMEOUT_S = 5.0
@@ -31,6 +34,7 @@ BLOCK_S = 4.0  # one slice of a blocking read; shorter than the socket's timeout
 HEALTH_CHECK_S = 30
 MAX_CONNECTIONS = 2**31  # a blocked caller holds a connection; how many callers there are is not ours to limit
 SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
 
 _TRANSIENT_PREFIXES = (
     "BUSY ",
@@ -47,31 +51,46 @@ _TRANSIENT_PREFIXES = (
 )
 
 
-def connect(url: str, **options: Any) -> redis.Redis:
-    """A client for ``redis://``, ``rediss://``, ``unix://`` or ``redis+sentinel://host:port,…/service/db``.
+def connect(url: str, *, queue: str | None = None, **options: Any) -> redis.Redis:
+    """A client for ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://host:port,…/service/db`` or ``redis+cluster://host:port,…``.
 
     It connects when first used, answers in bytes and RESP2 shapes, never sends a command twice, and has no limit of connections.
 
     Args:
+        queue: on a cluster, the queue whose node is followed; that queue's keys alone can be reached.
         options: settings of the connections (redis-py's names) instead of ours; those in the URL's query win over both.
 
     Raises:
-        ValueError: the URL is malformed; the message holds no password.
+        ValueError: the URL is malformed, or a cluster's and there is no ``queue``; the message holds no password.
     """
+    retry = Retry(NoBackoff(), 0)
     if _scheme(url) in SENTINEL_SCHEMES:
-        return _connect_sentinel(url, options)
-    kwargs = _options(url, Retry(NoBackoff(), 0), options)
-    kwargs["connection_class"] = _CLEAN[kwargs.get("connection_class", Connection)]
+        return _connect_sentinel(url, retry, options)
+    if _scheme(url) in CLUSTER_SCHEMES:
+        from producer.cluster import ClusterTcp, ClusterTls
+
+        kwargs = _cluster_options(url, queue, retry, options)
+        kwargs["connection_class"] = ClusterTls if kwargs["connection_class"] is SSLConnection else ClusterTcp
+    else:
+        kwargs = _options(url, retry, options)
+        kwargs["connection_class"] = _CLEAN[kwargs.get("connection_class", Connection)]
     _check_options(kwargs)
     return redis.Redis.from_pool(redis.ConnectionPool(**kwargs))
 
 
-def connect_async(url: str, **options: Any) -> aioredis.Redis:
+def connect_async(url: str, *, queue: str | None = None, **options: Any) -> aioredis.Redis:
     """What `connect` makes, for asyncio."""
+    retry = AsyncRetry(NoBackoff(), 0)
     if _scheme(url) in SENTINEL_SCHEMES:
-        return _connect_async_sentinel(url, options)
-    kwargs = _options(url, AsyncRetry(NoBackoff(), 0), options)
-    kwargs["connection_class"] = _ASYNC[kwargs.get("connection_class", Connection)]
+        return _connect_async_sentinel(url, retry, options)
+    if _scheme(url) in CLUSTER_SCHEMES:
+        from producer.cluster import AsyncClusterTcp, AsyncClusterTls
+
+        kwargs = _cluster_options(url, queue, retry, options)
+        kwargs["connection_class"] = AsyncClusterTls if kwargs["connection_class"] is SSLConnection else AsyncClusterTcp
+    else:
+        kwargs = _options(url, retry, options)
+        kwargs["connection_class"] = _ASYNC[kwargs.get("connection_class", Connection)]
     _check_options(kwargs)
     return aioredis.Redis.from_pool(aioredis.ConnectionPool(**kwargs))
 
@@ -92,7 +111,7 @@ def is_transient(error: BaseException) -> bool:
 
 def _is_transient_reply(error: exceptions.ResponseError) -> bool:
     """By type where redis-py has one (it cuts the code off the text then), else by the code that the text begins with."""
-    transient = (exceptions.ReadOnlyError, exceptions.OutOfMemoryError, exceptions.TryAgainError)
+    transient = (exceptions.ReadOnlyError, exceptions.OutOfMemoryError, exceptions.TryAgainError, exceptions.AskError)
     return isinstance(error, transient) or str(error).startswith(_TRANSIENT_PREFIXES)
 
 
@@ -115,42 +134,7 @@ class Backoff:
         self._count = 0
 
 
-class _CleanHandshake(AbstractConnection):
-    """A connection whose handshake, when it is interrupted, leaves no half-open socket behind.
-
-    redis-py closes it on its own errors only; after a KeyboardInterrupt the pool would lend out a connection that still
-    waits for a reply, and its next user would take that for its own.
-    """
-
-    def connect(self) -> None:
-        try:
-            super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
-        except BaseException:
-            self.disconnect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
-            raise
-
-
-class _Tcp(_CleanHandshake, Connection):
-    pass
-
-
-class _Tls(_CleanHandshake, SSLConnection):
-    pass
-
-
-class _Unix(_CleanHandshake, UnixDomainSocketConnection):
-    pass
-
-
-class _Sentinel(_CleanHandshake, SentinelManagedConnection):
-    pass
-
-
-class _SentinelTls(_CleanHandshake, SentinelManagedSSLConnection):
-    pass
-
-
-_CLEAN: dict[type, type] = {Connection: _Tcp, SSLConnection: _Tls, UnixDomainSocketConnection: _Unix}
+_CLEAN: dict[type, type] = {Connection: Tcp, SSLConnection: Tls, UnixDomainSocketConnection: Unix}
 _ASYNC: dict[type, type] = {
     Connection: aioredis.Connection,
     SSLConnection: AsyncSSLConnection,
@@ -191,20 +175,41 @@ def _keepalive() -> dict[int, int]:
     return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
 
-def _split_sentinel(url: str) -> tuple[list[tuple[str, int]], str, str]:
+def _addresses(hosts: str, default_port: int) -> list[Address]:
+    addresses = []
+    for item in hosts.split(","):
+        host, _, port = item.rpartition(":") if ":" in item else (item, "", str(default_port))
+        addresses.append((host.strip("[]"), int(port)))
+    return addresses
+
+
+def _split_sentinel(url: str) -> tuple[list[Address], str, str]:
     """Sentinels, service, and a plain URL that carries user, password, database and query."""
     parts = urlsplit(url)
     user, at, hosts = parts.netloc.rpartition("@")
     path = parts.path.strip("/").split("/")
     if not hosts or not path[0] or len(path) > 2:
         raise ValueError("a sentinel URL is redis+sentinel://[user:password@]host:port[,host:port…]/service[/db]")
-    addresses = []
-    for item in hosts.split(","):
-        host, _, port = item.rpartition(":") if ":" in item else (item, "", "26379")
-        addresses.append((host.strip("[]"), int(port)))
+    addresses = _addresses(hosts, 26379)
     query = f"?{parts.query}" if parts.query else ""
     plain = f"{SENTINEL_SCHEMES[parts.scheme]}://{user}{at}{addresses[0][0]}/{path[1] if len(path) == 2 else 0}{query}"
     return addresses, unquote(path[0]), plain
+
+
+def _cluster_options(url: str, queue: str | None, retry: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a pool whose connections follow ``queue``; the class is still the one of a plain URL."""
+    from producer.cluster import Slot
+
+    parts = urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    if not hosts or parts.path not in ("", "/", "/0"):
+        raise ValueError("a cluster URL is redis+cluster://[user:password@]host:port[,host:port…]; a cluster's database is 0")
+    if queue is None:
+        raise ValueError("a cluster URL needs a queue, whose node is followed")
+    query = f"?{parts.query}" if parts.query else ""
+    seeds = _addresses(hosts, 6379)
+    kwargs = _options(f"{CLUSTER_SCHEMES[parts.scheme]}://{user}{at}{seeds[0][0]}{query}", retry, options)
+    return {"connection_class": Connection} | kwargs | {"slot": Slot(Keys(queue).prefix, seeds)}
 
 
 def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -216,18 +221,18 @@ def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[
     return kwargs, {name: kwargs[name] for name in shared}
 
 
-def _connect_sentinel(url: str, options: dict[str, Any]) -> redis.Redis:
+def _connect_sentinel(url: str, retry: Retry, options: dict[str, Any]) -> redis.Redis:
     addresses, service, plain = _split_sentinel(url)
-    kwargs, sentinel_kwargs = _sentinel_options(plain, Retry(NoBackoff(), 0), options)
+    kwargs, sentinel_kwargs = _sentinel_options(plain, retry, options)
     sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_kwargs)
-    cls = _SentinelTls if plain.startswith("rediss") else _Sentinel
+    cls = SentinelTls if plain.startswith("rediss") else SentinelTcp
     master: redis.Redis = sentinel.master_for(service, connection_class=cls, **kwargs)
     return master
 
 
-def _connect_async_sentinel(url: str, options: dict[str, Any]) -> aioredis.Redis:
+def _connect_async_sentinel(url: str, retry: AsyncRetry, options: dict[str, Any]) -> aioredis.Redis:
     addresses, service, plain = _split_sentinel(url)
-    kwargs, sentinel_kwargs = _sentinel_options(plain, AsyncRetry(NoBackoff(), 0), options)
+    kwargs, sentinel_kwargs = _sentinel_options(plain, retry, options)
     sentinel = AsyncSentinel(addresses, sentinel_kwargs=sentinel_kwargs)
     master: aioredis.Redis = sentinel.master_for(service, ssl=plain.startswith("rediss"), **kwargs)
     return master

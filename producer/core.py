@@ -47,8 +47,8 @@ class ClientCore:
         """Nothing is connected before it is used.
 
         Args:
-            url: ``redis://``, ``rediss://``, ``unix://`` or ``redis+sentinel://host:port,…/service/db``; redis-py's
-                query options (``?socket_timeout=20``) apply.
+            url: ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://host:port,…/service/db`` or
+                ``redis+cluster://host:port,…``; redis-py's query options (``?socket_timeout=20``) apply.
             queue: 1-128 characters of ``[A-Za-z0-9._-]``.
 
         Raises:

@@ -113,7 +113,7 @@ class Responder:
         return Taken(client, self.keys, tier, entry_id, fields, request)
 
     def _run(self) -> None:
-        with connect(self.url) as client:
+        with connect(self.url, queue=self.queue) as client:
             while not self._stop.is_set():
                 try:
                     for taken in self.take(client):

@@ -22,7 +22,7 @@ class WorkerConfig:
     """Settings of one worker's Redis side.
 
     Attributes:
-        redis_url: ``redis://``, ``rediss://``, ``unix://`` or ``redis+sentinel://``.
+        redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://`` or ``redis+cluster://``.
         queue: the queue it serves.
         name: its consumer name; two live workers must not share one.
         lease_s: a request whose lease was not renewed for so long is taken over by another worker; the same for all workers of a queue.

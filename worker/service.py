@@ -134,7 +134,8 @@ def _stopper(worker: Worker) -> Any:
 @contextmanager
 def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> Iterator[HealthServer]:
     """Serve a worker's pages until the end of the ``with``."""
-    client = connect(worker.config.redis_url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S)
+    config, timeout_s = worker.config, _PING_TIMEOUT_S
+    client = connect(config.redis_url, queue=config.queue, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
 
     def serving() -> Finding:
         return Finding(worker.state == "running", worker.state)

@@ -72,7 +72,8 @@ class Worker:
         self._guard = Guard(on_end=self._wake)
         self.loop = EngineLoop(lambda: load_engine(""), self._guard, stall_s=config.lease_s, on_step=self._count_step)
         self._keys = Keys(config.queue)
-        self._client = connect(config.redis_url, socket_timeout=config.redis_timeout_s, socket_connect_timeout=config.redis_timeout_s)
+        timeout_s = config.redis_timeout_s
+        self._client = connect(config.redis_url, queue=config.queue, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         self._stops_asked = 0
         self._draining = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, safe to use in a signal handler

@@ -19,7 +19,7 @@ from rq.serializers import JSONSerializer
 
 from producer.bulk.job import CANCEL_FIELD, Interrupted
 from producer.bulk.spec import BulkSpec
-from producer.connection import connect
+from producer.connection import CLUSTER_SCHEMES, connect
 from producer.errors import InvalidRequest, UnknownRequest
 
 QUEUE_NAME = "headrace-bulk"
@@ -49,7 +49,13 @@ class JobView:
 
 
 def rq_connection(url: str) -> redis.Redis:
-    """A connection for rq, whose commands may be sent twice: it waits outages out where it stands."""
+    """A connection for rq, whose commands may be sent twice: it waits outages out where it stands.
+
+    Raises:
+        ValueError: the URL is malformed, or a cluster's.
+    """
+    if url.partition("://")[0] in CLUSTER_SCHEMES:
+        raise ValueError("rq does not work on a Redis Cluster: bulk jobs need a single server, or one behind sentinels")
     client = connect(url)
     client.set_retry(RedisRetry(ExponentialWithJitterBackoff(base=0.1, cap=2.0), _OUTAGE_TRIES))
     return client

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from redis import exceptions as redis_errors
+from redis.crc import key_slot
 
+from producer.cluster import Slot
 from producer.connection import BLOCK_S, SOCKET_TIMEOUT_S, Backoff, connect, connect_async, is_transient, redact
 
 
@@ -55,12 +57,16 @@ def test_unix_and_tls_urls_are_understood() -> None:
         "redis+sentinel://a:1",
         "redis+sentinel:///service",
         "redis+sentinel://a:one/service",
+        "redis+cluster://",
+        "redis+cluster://a:one",
+        "redis+cluster://a:1/3",
+        "redis+cluster://a:1?colour=red",
     ],
 )
 def test_malformed_url_is_a_value_error(url: str) -> None:
     for make in (connect, connect_async):
         with pytest.raises(ValueError, match=r"."):
-            make(url)
+            make(url, queue="q")
 
 
 def test_sentinel_url_carries_service_database_and_password() -> None:
@@ -72,13 +78,56 @@ def test_sentinel_url_carries_service_database_and_password() -> None:
     assert all("password" not in kwargs or kwargs["password"] is None for kwargs in sentinels)
 
 
+def test_cluster_url_carries_nodes_and_password() -> None:
+    for make in (connect, connect_async):
+        pool: Any = make("rediss+cluster://user:pa%20ss@a:1,b,[::1]:3?socket_timeout=7", queue="q").connection_pool
+        kwargs = pool.connection_kwargs
+        assert kwargs["slot"].nodes == [("a", 1), ("b", 6379), ("::1", 3)]
+        assert (kwargs["username"], kwargs["password"], kwargs["socket_timeout"], kwargs["protocol"]) == ("user", "pa ss", 7.0, 2)
+        assert "Tls" in pool.connection_class.__name__
+
+
+def test_cluster_url_without_a_queue_is_refused() -> None:
+    for make in (connect, connect_async):
+        with pytest.raises(ValueError, match="needs a queue"):
+            make("redis+cluster://a:1")
+
+
+def test_slot_is_where_the_last_answer_says() -> None:
+    slot = Slot("headrace:{q}:", [("seed", 1)])
+    number = key_slot(b"q")
+    assert slot.learn(("seed", 1), [[0, number - 1, [b"x", 2]], [number, 16383, [b"", 3, b"id"], [None, 4, b"id"]]]) == ("seed", 3)
+    assert slot.nodes == [("seed", 1), ("x", 2), ("seed", 3), ("seed", 4)]
+    slot.lose(("x", 2))
+    assert slot.primary == ("seed", 3)
+    slot.move(("seed", 3), redis_errors.MovedError(f"{number} y:5"))
+    assert slot.primary == ("y", 5)
+    slot.move(("y", 5), redis_errors.MovedError(f"{number} :6"))
+    assert slot.primary == ("y", 6)
+    slot.lose(("y", 6))
+    assert slot.primary is None
+    with pytest.raises(redis_errors.ClusterDownError):
+        slot.learn(("x", 2), [[number + 1, 16383, [b"x", 2]]])
+    assert slot.nodes == [("x", 2), ("seed", 1)]
+
+
 def test_redacted_url_holds_no_secret() -> None:
     assert redact("redis://user:secret@host:1/0?password=secret") == "redis://host:1/0"
     assert redact("unix:///run/redis.sock?password=secret") == "unix:///run/redis.sock"
     assert redact("redis://host/0") == "redis://host/0"
 
 
-@pytest.mark.parametrize("error", [redis_errors.ConnectionError(), redis_errors.TimeoutError(), redis_errors.ReadOnlyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.ConnectionError(),
+        redis_errors.TimeoutError(),
+        redis_errors.ReadOnlyError("x"),
+        redis_errors.AskError("1 a:1"),
+        redis_errors.TryAgainError("x"),
+        redis_errors.ClusterDownError("x"),
+    ],
+)
 def test_what_passes_is_waited_for(error: Exception) -> None:
     assert is_transient(error)
 

@@ -1,0 +1,192 @@
+"""Redis Cluster: connections that follow a queue to the node that serves it.
+
+All keys of a queue share a slot, so one node at a time serves all of it. What a queue needs of a cluster is therefore plain
+connections to that node: pipelines, blocking reads of several streams, scripts and WAITAOF work as on a single server. When
+the slot moves, or its node fails, a connection breaks, as it does when a server restarts, and the next one goes to the new
+node. redis-py's `RedisCluster` is made for keys all over the cluster; it sends commands again by itself, which is ours to decide.
+
+While a slot migrates key by key (ASK, TRYAGAIN) the queue waits: our scripts need all of a request's keys on one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
+from redis.connection import AbstractConnection, Connection
+from redis.crc import key_slot
+from redis.exceptions import AuthenticationError, ClusterDownError, ConnectionError, MovedError, TimeoutError  # noqa: A004 - redis-py's
+
+from producer.sockets import Address, Tcp, Tls
+
+_UNREACHABLE = (ConnectionError, TimeoutError, ClusterDownError)
+_LOST = (ConnectionError, TimeoutError)
+
+
+class Slot:
+    """Where one slot is served; shared by all connections of a client, from any thread.
+
+    Attributes:
+        primary: the node that serves it; None where that has to be asked.
+        nodes: whom to ask, in this order.
+    """
+
+    def __init__(self, key: str, seeds: Sequence[Address]) -> None:
+        self._number = key_slot(key.encode())
+        self._seeds = list(seeds)
+        self.nodes = self._seeds
+        self.primary: Address | None = None
+
+    def learn(self, asked: Address, ranges: Sequence[Any]) -> Address:
+        """The primary, from a node's answer to CLUSTER SLOTS.
+
+        Raises:
+            ClusterDownError: no node serves the slot.
+        """
+        known = [_address(asked, node) for _, _, *nodes in ranges for node in nodes]
+        self.nodes = list(dict.fromkeys([asked, *known, *self._seeds]))
+        for first, last, primary, *_ in ranges:
+            if first <= self._number <= last:
+                self.primary = _address(asked, primary)
+                return self.primary
+        raise ClusterDownError(f"no node serves slot {self._number}")
+
+    def move(self, by: Address, error: MovedError) -> None:
+        """The node ``by`` says where the slot is served now."""
+        self.primary = _address(by, (error.host.encode(), error.port))
+
+    def lose(self, address: Address) -> None:
+        """The node at ``address`` does not answer."""
+        if self.primary == address:
+            self.primary = None
+
+
+def _address(asked: Address, node: Sequence[Any]) -> Address:
+    """A node that does not know its own name is where it was asked."""
+    host, port = node[0], node[1]
+    return (asked[0] if host in (None, b"", b"?") else host.decode()), port
+
+
+def _unless_refused(error: Exception) -> Exception:
+    """``error``, as the reason to ask another node; a wrong password is wrong there, too."""
+    if isinstance(error, AuthenticationError):
+        raise error
+    return error
+
+
+class _Follower(AbstractConnection):
+    """A connection to whichever node serves ``slot`` when it connects.
+
+    Attributes:
+        plain: makes a connection to a node that is asked.
+    """
+
+    plain: type[Connection]
+    host: str
+    port: int
+
+    def __init__(self, *, slot: Slot, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._slot = slot
+        self._kwargs = kwargs
+
+    def connect(self) -> None:
+        if self.is_connected:
+            return
+        self.host, self.port = self._slot.primary or self._find()
+        try:
+            super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+        except BaseException:
+            self._slot.lose((self.host, self.port))
+            raise
+
+    def _find(self) -> Address:
+        reason: Exception | None = None
+        for node in self._slot.nodes:
+            asking = self.plain(**self._kwargs | {"host": node[0], "port": node[1]})
+            try:
+                asking.connect()
+                asking.send_command("CLUSTER", "SLOTS")
+                return self._slot.learn(node, asking.read_response())
+            except _UNREACHABLE as error:
+                reason = _unless_refused(error)
+            finally:
+                asking.disconnect()
+        raise ConnectionError(f"no node of the cluster knows where the queue is: {reason}")
+
+    def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().read_response(*args, **kwargs)
+        except MovedError as error:
+            self.disconnect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+            self._slot.move((self.host, self.port), error)
+            raise ConnectionError("the queue has moved to another node of the cluster") from None
+        except _LOST:
+            self._slot.lose((self.host, self.port))
+            raise
+
+
+class ClusterTcp(_Follower, Tcp):
+    plain = Tcp
+
+
+class ClusterTls(_Follower, Tls):
+    plain = Tls
+
+
+class _AsyncFollower(aioredis.connection.AbstractConnection):
+    """`_Follower` for asyncio."""
+
+    plain: type[aioredis.Connection]
+    host: str
+    port: int
+
+    def __init__(self, *, slot: Slot, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._slot = slot
+        self._kwargs = kwargs
+
+    async def connect(self) -> None:
+        if self.is_connected:
+            return
+        self.host, self.port = self._slot.primary or await self._find()
+        try:
+            await super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+        except BaseException:
+            self._slot.lose((self.host, self.port))
+            raise
+
+    async def _find(self) -> Address:
+        reason: Exception | None = None
+        for node in self._slot.nodes:
+            asking = self.plain(**self._kwargs | {"host": node[0], "port": node[1]})
+            try:
+                await asking.connect()
+                await asking.send_command("CLUSTER", "SLOTS")
+                return self._slot.learn(node, await asking.read_response())
+            except _UNREACHABLE as error:
+                reason = _unless_refused(error)
+            finally:
+                await asking.disconnect(nowait=True)
+        raise ConnectionError(f"no node of the cluster knows where the queue is: {reason}")
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().read_response(*args, **kwargs)
+        except MovedError as error:
+            await self.disconnect(nowait=True)
+            self._slot.move((self.host, self.port), error)
+            raise ConnectionError("the queue has moved to another node of the cluster") from None
+        except _LOST:
+            self._slot.lose((self.host, self.port))
+            raise
+
+
+class AsyncClusterTcp(_AsyncFollower, aioredis.Connection):
+    plain = aioredis.Connection
+
+
+class AsyncClusterTls(_AsyncFollower, AsyncSSLConnection):
+    plain = AsyncSSLConnection
