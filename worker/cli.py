@@ -111,7 +111,7 @@ def main() -> None:
 @_engine_options
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve /metrics, /healthz and /readyz here.")
 @click.option("--metrics-source", "metrics_sources", multiple=True, help="Source that is counted by name; may be repeated.")
-@click.option("--step-log", type=click.Path(dir_okay=False, path_type=Path), help="Write a JSON line a step: time, batch size, tokens.")
+@click.option("--step-log", type=click.Path(dir_okay=False, path_type=Path), help="Write a JSON line a step: time, batch size, tokens, KV.")
 @click.option("--otlp-traces-endpoint", metavar="URL", help="Send a trace a request there, as OTLP over HTTP (needs headrace[otel]).")
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
 @click.option("--log-format", default="console" if sys.stderr.isatty() else "json", type=click.Choice(["console", "json"]))

@@ -40,7 +40,7 @@ class Swap:
 
 
 Emit = Callable[[list[StepOutput] | Refusal], None]
-OnStep = Callable[[StepSample], None]
+OnStep = Callable[[StepSample, SchedulerStats], None]
 
 
 class EngineLoop:
@@ -49,7 +49,7 @@ class EngineLoop:
     Args:
         load: makes the engine; called in the thread, so that the thread owns the device from the first moment on.
         stall_s: how long a turn of the loop may take before the engine counts as wedged.
-        on_step: called after each step, in the thread; must not block.
+        on_step: called after each step with what the scheduler holds then, in the thread; must not block.
     """
 
     def __init__(self, load: Callable[[], EngineLike], guard: Guard, *, stall_s: float, on_step: OnStep) -> None:
@@ -156,15 +156,15 @@ class EngineLoop:
                 self._add(engine, item)
         if self._stopping:
             return False
+        before = engine.last_step
         if engine.has_work():
-            before = engine.last_step
             outputs = engine.step()
             self.num_tokens += sum(len(output.token_ids) for output in outputs)
             if outputs:
                 self._emit(outputs)
-            if engine.last_step is not None and engine.last_step is not before:
-                self._on_step(engine.last_step)
         self._look(engine)
+        if engine.last_step is not None and engine.last_step is not before:
+            self._on_step(engine.last_step, self.stats)
         return True
 
     def _change(self) -> None:

@@ -229,7 +229,7 @@ class WorkerMetrics:
         self._running["batch"].set(stats.running_batch)
         self._waiting["realtime"].set(stats.waiting_realtime)
         self._waiting["batch"].set(stats.waiting_batch)
-        self._kv_usage.set(stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0)
+        self._kv_usage.set(stats.kv_usage)
         for state, blocks in zip(BLOCK_STATES, (stats.free_blocks, stats.cached_blocks, stats.used_blocks), strict=True):
             self._blocks[state].set(blocks)
         before, self._counted = self._counted, stats

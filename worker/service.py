@@ -20,6 +20,7 @@ import structlog
 from producer.connection import connect
 from worker.config import WorkerConfig
 from worker.device_memory import device_bytes
+from worker.engine.scheduler import SchedulerStats
 from worker.engine_api import EngineLike, StepSample
 from worker.health import Finding, HealthServer
 from worker.metrics import WorkerMetrics
@@ -85,7 +86,9 @@ def serve(
 
 
 class StepLog:
-    """A JSON line a step: when it ended (Unix time), how long it took, how long the device had idled before it, and its size."""
+    """A JSON line a step, written at once: when it ended (Unix time), how long it took, how long the device had idled before it, its size,
+    and the KV cache behind it (`SchedulerStats.kv_usage`, `kv_waste`).
+    """
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -93,16 +96,18 @@ class StepLog:
     @classmethod
     @contextmanager
     def opened(cls, path: Path) -> Iterator[StepLog]:
-        with path.open("w") as file:
+        with path.open("w", buffering=1) as file:
             yield cls(file)
 
-    def write(self, step: StepSample) -> None:
+    def write(self, step: StepSample, stats: SchedulerStats) -> None:
         line = {
             "time_s": round(time.time(), 4),
             "step_ms": round(1000 * step.seconds, 3),
             "idle_ms": round(1000 * step.idle_seconds, 3),
             "batch_size": step.batch_size,
             "num_tokens": step.num_tokens,
+            "kv_usage": round(stats.kv_usage, 4),
+            "kv_waste": round(stats.kv_waste, 4),
         }
         self._file.write(json.dumps(line) + "\n")
 

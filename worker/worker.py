@@ -20,8 +20,9 @@ from producer.connection import connect, redact
 from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.core import Core
+from worker.engine.scheduler import SchedulerStats
 from worker.engine_api import StepSample
-from worker.engine_loop import EngineLoop
+from worker.engine_loop import EngineLoop, OnStep
 from worker.guard import Guard, described
 from worker.intake import Intake
 from worker.keeper import Keeper
@@ -48,7 +49,7 @@ class Worker:
         load_engine: makes the engine, with the model of a name, or with the worker's own where that is ''. Called in the
             engine's own thread, while the heartbeat already says ``starting`` or ``reloading``.
         metrics: where to count; None makes a registry of its own.
-        on_step: called after each step, in the engine's thread; must not block.
+        on_step: called after each step with what the scheduler holds then, in the engine's thread; must not block.
         on_end: called after each request's end, and with what became of its reply, in the publisher's thread; must not block.
 
     Example::
@@ -63,7 +64,7 @@ class Worker:
         config: WorkerConfig,
         load_engine: LoadModel,
         metrics: WorkerMetrics | None = None,
-        on_step: Callable[[StepSample], None] | None = None,
+        on_step: OnStep | None = None,
         on_end: OnEnd | None = None,
     ) -> None:
         self.config = config
@@ -150,10 +151,10 @@ class Worker:
             if not self._over() and self._reloader.run():
                 self._keeper.beat_soon()
 
-    def _count_step(self, step: StepSample) -> None:
+    def _count_step(self, step: StepSample, stats: SchedulerStats) -> None:
         self._metrics.step(seconds=step.seconds, idle_seconds=step.idle_seconds, batch_size=step.batch_size, num_tokens=step.num_tokens)
         if self._on_step is not None:
-            self._on_step(step)
+            self._on_step(step, stats)
 
     def _wake(self) -> None:
         self._wakes.put(None)

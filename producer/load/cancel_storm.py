@@ -14,8 +14,7 @@ from producer.client import Client
 from producer.errors import HeadraceError
 from producer.load.books import Remains, held_by_workers, is_idle, remains, settle
 from producer.load.callers import SOURCE
-from producer.load.mixed import distribution
-from producer.load.report import Cell, Check, Panel, Report
+from producer.load.report import Cell, Check, Panel, Report, distribution
 from producer.load.stats import percentile
 from producer.options import BatchItem
 from producer.status import read_tiers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from producer.aio import AsyncClient
 from producer.load.callers import Call, Callers, Shape, answered, phase_figures
-from producer.load.report import Check, Panel, Report, Series, all_answered
+from producer.load.report import Check, Panel, Report, all_answered, distribution
 from producer.load.stats import RequestRecord, percentile
 
 COLUMNS = ("requests of", "requests", "req/s", "TTFT p50 ms", "p95", "ITL p50 ms", "p95", "E2E p50 ms", "p95")
@@ -79,9 +79,3 @@ def _panels(phases: dict[str, list[RequestRecord]], ttft_goal_ms: float) -> list
         Panel("time to first token", "ms", "share of requests", ttft, marks={f"goal {ttft_goal_ms:g} ms": ttft_goal_ms}, x_scale="log"),
         Panel("submission to last token", "seconds", "share of requests", e2e),
     ]
-
-
-def distribution(label: str, values: Sequence[float]) -> Series:
-    """The share of ``values`` up to each of them."""
-    ordered = sorted(values)
-    return Series(label, [*ordered[:1], *ordered], [i / len(ordered) for i in range(len(ordered) + 1)] if ordered else [], "step")

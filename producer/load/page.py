@@ -31,7 +31,7 @@ def write(report: Report, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{report.test}.json").write_text(json.dumps(report.to_json(), indent=2))
     if report.panels:
-        draw(report, folder / f"{report.test}.png")
+        draw(f"{report.test}: {report.about}", report.panels, folder / f"{report.test}.png")
     page = folder / PAGE
     page.write_text(_page(folder))
     return page

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from producer.load.report import Panel, Report, Series
+from producer.load.report import Panel, Series, text_of
 
 _WIDTH, _HEIGHT, _BAR_HEIGHT, _DPI = 5.6, 4.2, 0.25, 110
 _MARKED_POINTS = 40  # a course of more is drawn without markers
+_DASHES = ("-", "--", ":", "-.")
 
 
 def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(title: str, panels: Sequence[Panel], path: Path) -> None:
     """One PNG with the panels side by side."""
     from matplotlib.figure import Figure
 
-    num_bars = max(len(series.x) if series.style == "bars" else 0 for panel in report.panels for series in panel.series)
-    figure = Figure(figsize=(_WIDTH * max(2, len(report.panels)), max(_HEIGHT, _BAR_HEIGHT * num_bars)), layout="constrained")
-    figure.suptitle(f"{report.test}: {report.about}", fontsize=11)
-    for axes, panel in zip(figure.subplots(1, len(report.panels), squeeze=False)[0], report.panels, strict=True):
+    num_bars = max(len(series.x) if series.style == "bars" else 0 for panel in panels for series in panel.series)
+    figure = Figure(figsize=(_WIDTH * max(2, len(panels)), max(_HEIGHT, _BAR_HEIGHT * num_bars)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw_panel(axes, panel)
     figure.savefig(path, dpi=_DPI)
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
     for place, series in enumerate(panel.series):
-        _draw_series(axes, series, f"C{place}")
+        _draw_series(axes, series, f"C{place if series.color is None else series.color}")
     for label, value in panel.goals.items():
         axes.axhline(value, color="tab:red", linestyle="--", linewidth=1, label=label)
     for (label, value), style in zip(panel.marks.items(), ("--", ":", "-."), strict=False):
@@ -39,7 +41,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     _scale(axes, panel)
-    if len(panel.series) + len(panel.goals) + len(panel.marks) > 1:
+    if sum(bool(series.label) for series in panel.series) + len(panel.goals) + len(panel.marks) > 1:
         axes.legend(fontsize=8)
 
 
@@ -68,13 +70,14 @@ def _scale(axes: Any, panel: Panel) -> None:
 def _draw_series(axes: Any, series: Series, color: str) -> None:
     match series.style:
         case "bars":
-            axes.bar_label(axes.barh(series.x, series.y, color=color, label=series.label), fmt="{:,.3g}", padding=3, fontsize=8)
+            bars = axes.barh(series.x, series.y, color=color, label=series.label)
+            axes.bar_label(bars, [text_of(y) for y in series.y], padding=3, fontsize=8)
             axes.tick_params(axis="y", labelsize=8)
-            axes.invert_yaxis()
+            axes.yaxis.set_inverted(True)
         case "dots":
             axes.plot(series.x, series.y, ".", markersize=7, color=color, label=series.label)
         case "step":
-            axes.step(series.x, series.y, where="post", color=color, label=series.label)
+            axes.step(series.x, series.y, _DASHES[series.dash % len(_DASHES)], where="post", color=color, label=series.label)
         case "line":
             marker = "o" if len(series.x) <= _MARKED_POINTS else ""
-            axes.plot(series.x, series.y, marker=marker, markersize=4, color=color, label=series.label)
+            axes.plot(series.x, series.y, _DASHES[series.dash % len(_DASHES)], marker=marker, markersize=4, color=color, label=series.label)

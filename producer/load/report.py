@@ -33,12 +33,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One course of values; ``x`` may be names where ``style`` is ``bars``."""
+    """One course of values.
+
+    Attributes:
+        label: in the legend; an empty one is not shown there.
+        x: names where ``style`` is ``bars``.
+        color: which of the colours; None takes the next one.
+        dash: which of the line styles; 0 is drawn through.
+    """
 
     label: str
     x: Sequence[Cell]
     y: Sequence[float]
     style: Style = "line"
+    color: int | None = None
+    dash: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,12 @@ def text_of(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell
     return f"{cell:,.0f}" if cell == int(cell) or abs(cell) >= 100 else f"{cell:.3g}"
+
+
+def distribution(label: str, values: Sequence[float]) -> Series:
+    """The share of ``values`` up to each of them."""
+    ordered = sorted(values)
+    return Series(label, [*ordered[:1], *ordered], [i / len(ordered) for i in range(len(ordered) + 1)] if ordered else [], "step")
 
 
 def all_answered(calls: Sequence[Call]) -> Check:

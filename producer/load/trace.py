@@ -19,8 +19,7 @@ from producer.aio import AsyncClient
 from producer.errors import InvalidRequest
 from producer.keys import Keys, Tier, check_tier
 from producer.load.callers import Call, Callers, Shape, answered, phase_figures
-from producer.load.mixed import distribution
-from producer.load.report import Panel, Report, Series, all_answered
+from producer.load.report import Panel, Report, Series, all_answered, distribution
 
 _FIELDS = ("enqueued_ms", "prompt_tokens", "completion_tokens", "tier", "finished_ms")
 _SCAN_COUNT = 1000

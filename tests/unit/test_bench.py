@@ -1,12 +1,22 @@
+import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from rich.console import Console
 
+from producer.errors import ContextLengthExceeded
+from producer.load.plots import draw
 from producer.load.stats import RequestRecord, percentile
-from worker.bench import report, workloads
+from tests.tiny_engine import tiny_engine
+from worker.bench import cli, plots, report, workloads
+from worker.bench.compare import Results
+from worker.bench.drivers import headrace
 from worker.bench.drivers.loop import drive
-from worker.bench.records import Run
+from worker.bench.records import Run, StepRecord, throughput_ratio
+from worker.bench.workloads import BenchRequest
 
 
 @pytest.mark.parametrize(
@@ -25,8 +35,21 @@ def test_generated_sets_are_functions_of_the_seed() -> None:
     assert workloads.load("anyscale", count=20, seed=1) != workloads.load("anyscale", count=20, seed=2)
 
 
-def test_outputs_can_be_capped() -> None:
-    assert max(request.max_tokens for request in workloads.load("anyscale", output_cap=32)) == 32
+def test_every_cap_meets_every_rate_with_the_same_prompts() -> None:
+    requests = workloads.load("anyscale", count=100)
+    swept = workloads.scenarios(requests, [32, 64], [1.0, 10.0])
+    assert [scenario.label for scenario in swept] == ["outputs ≤ 32, 1/s", "outputs ≤ 32, 10/s", "outputs ≤ 64, 1/s", "outputs ≤ 64, 10/s"]
+    assert [max(request.max_tokens for request in scenario.requests) for scenario in swept] == [32, 32, 64, 64]
+    for scenario in swept:
+        assert [request.prompt_token_ids for request in scenario.requests] == [request.prompt_token_ids for request in requests]
+    slow, fast = swept[0].requests[-1].arrival_s, swept[1].requests[-1].arrival_s
+    assert slow == pytest.approx(10 * fast)
+
+
+def test_without_sweeps_requests_stay_as_they_are() -> None:
+    requests = workloads.load("mixed", count=3)
+    (scenario,) = workloads.scenarios(requests, [], [])
+    assert (scenario.label, list(scenario.requests)) == ("", requests)
 
 
 def test_shared_prefix_is_shared() -> None:
@@ -109,13 +132,121 @@ def test_figures_are_those_of_the_records() -> None:
     assert figures["itl_ms_p50"] == 750.0
 
 
+def test_step_figures_are_weighted_by_time() -> None:
+    steps = [StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2), StepRecord(5.0, 3.0, 8, 1.0, 0.9, 0.0)]
+    assert (
+        Run("x", [finished(0, 1.0, 5.0, 3)], steps).figures().items()
+        >= {
+            "batch_size_mean": 7.0,
+            "batch_size_peak": 8,
+            "kv_usage_mean": pytest.approx(0.8),
+            "kv_usage_peak": 0.9,
+            "kv_waste_mean": pytest.approx(0.05),
+            "kv_waste_peak": 0.2,
+            "idle_share": 0.2,
+        }.items()
+    )
+
+
+def test_what_an_engine_does_not_tell_is_left_out() -> None:
+    whole_answers = Run("x", [finished(0, 3.0, 3.0, 5)], [StepRecord(1.0, 1.0, 4)])
+    assert not {"kv_usage_mean", "kv_waste_mean", "idle_share", "itl_ms_p50"} & whole_answers.figures().keys()
+    assert "batch_size_mean" not in Run("x", [finished(0, 1.0, 3.0, 5)]).figures()
+
+
+def test_a_run_survives_the_way_from_its_driver() -> None:
+    run = Run("x", [finished(0, 1.0, 3.0, 5)], [StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2)])
+    assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
+
+
 def test_percentile_interpolates() -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
     assert percentile([], 99) == 0.0
 
 
-def test_ratio_is_taken_round_by_round_and_plot_is_drawn(tmp_path: Path) -> None:
-    runs = {"a": [Run("a", [finished(0, 1.0, 2.0, 4)])], "b": [Run("b", [finished(0, 1.0, 4.0, 4)])]}
-    assert report.throughput_ratio(runs["b"], runs["a"]) == 0.5
-    report.plot(tmp_path / "plot.png", "two engines", runs)
+def test_ratio_is_taken_round_by_round() -> None:
+    ours, theirs = ([Run("x", [finished(0, 1.0, last_s, 4)]) for last_s in seconds] for seconds in ((2.0, 4.0, 8.0), (4.0, 4.0, 4.0)))
+    assert throughput_ratio(ours, theirs) == 1.0
+    assert throughput_ratio(ours[:1], theirs[:1]) == 2.0
+
+
+def test_the_batch_is_empty_while_nothing_runs() -> None:
+    steps = [StepRecord(1.0, 1.0, 4), StepRecord(2.0, 0.9, 2), StepRecord(9.0, 1.0, 1)]
+    course = plots.batch_sizes(Run("x", [finished(0, 1.0, 9.0, 5)], steps))
+    assert course == [(0.0, 4), (pytest.approx(1.1), 2), (2.0, 0), (8.0, 1), (9.0, 0)]
+
+
+def test_without_steps_the_batch_is_who_is_between_first_token_and_last() -> None:
+    records = [finished(0, 1.0, 3.0, 5), finished(1, 2.0, 4.0, 5), finished(2, 9.0, 9.0, 5)]
+    assert plots.batch_sizes(Run("x", records)) == [(1.0, 1), (2.0, 2), (3.0, 1), (4.0, 0)]
+
+
+def results(caps: Sequence[int], rates: Sequence[float]) -> Results:
+    """Of two engines, one that tells its steps and one that gives whole answers; two rounds."""
+    told = Run("told", [finished(0, 1.0, 2.0, 4)], [StepRecord(2.0, 2.0, 1, 0.0, 0.5, 0.1)])
+    runs = {"told": [told] * 2, "whole": [Run("whole", [finished(0, 4.0, 4.0, 4)])] * 2}
+    return dict.fromkeys(workloads.scenarios(workloads.load("mixed", count=1), caps, rates), runs)
+
+
+SWEEPS = [((), ()), ((8, 16, 32), ()), ((), (1.0, 2.0)), ((8, 16), (1.0, 2.0))]
+
+
+@pytest.mark.parametrize(("caps", "rates"), SWEEPS)
+def test_every_scenario_and_engine_has_its_row_within_130_columns(caps: Sequence[int], rates: Sequence[float]) -> None:
+    found = results(caps, rates)
+    console = Console(width=130, record=True, file=io.StringIO())
+    console.print(report.tables("title", found))
+    lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
+    for scenario in found:
+        for engine in ("told", "whole"):
+            rows = [line for line in lines if f" {engine} " in line and scenario.label in line]
+            assert len(rows) == 2, "one row of throughput, one of latencies"
+    assert not [line for line in lines if "…" in line]
+    entries = report.to_json(found)
+    assert [(entry["output_cap"], entry["rate"]) for entry in entries] == [(scenario.output_cap, scenario.rate) for scenario in found]
+    assert entries[0]["engines"]["whole"]["median"]["ratio"] == 0.5
+    assert len(entries[0]["engines"]["told"]["rounds"]) == 2
+
+
+@pytest.mark.parametrize(("caps", "rates"), SWEEPS)
+def test_sweeps_are_drawn(tmp_path: Path, caps: Sequence[int], rates: Sequence[float]) -> None:
+    found = results(caps, rates)
+    throughput, latency, batch = plots.panels(found)
+    lines = [series for series in throughput.series if series.style == "line"]
+    assert len(lines) == (2 * max(1, len(rates)) if caps else 2 if rates else 0)
+    assert [list(series.x) for series in lines] == [list(caps or rates)] * len(lines)
+    assert len(latency.series) == 2 * max(1, len(rates))
+    assert [series.label for series in batch.series] == ["told"]
+    draw("title", [throughput, latency, batch], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_engine_driver_tells_steps_and_kv_cache() -> None:
+    requests = [BenchRequest(i, [1 + i] * 20, max_tokens) for i, max_tokens in enumerate((4, 9))]
+    run = headrace.run(tiny_engine(num_blocks=8), requests)
+    assert [record.num_output_tokens for record in run.records] == [4, 9]
+    assert all(len(record.token_times_s) == record.num_output_tokens for record in run.records)
+    assert [step.batch_size for step in run.steps] == [2] * 4 + [1] * 5
+    assert max(step.kv_usage or 0.0 for step in run.steps) == 0.5
+    assert {"idle_share", "kv_waste_mean"} <= run.figures().keys()
+
+
+def test_a_request_that_fails_ends_the_run() -> None:
+    with pytest.raises(ContextLengthExceeded):
+        headrace.run(tiny_engine(num_blocks=1), [BenchRequest(0, [1] * 20, 4)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "vllm"], "--vllm-python"),
+        (["--workload", "trace:nowhere.csv"], "nowhere.csv"),
+        (["--workload", "other"], "unknown workload"),
+        (["--rate", "0"], "--rate"),
+    ],
+)
+def test_what_cannot_be_run_is_said_so(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli.bench, arguments)
+    assert done.exit_code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -13,9 +13,8 @@ from producer.errors import InvalidRequest
 from producer.load import page, trace
 from producer.load.callers import Call, phase_figures, prompt
 from producer.load.limits import CASES, Answer, Case
-from producer.load.mixed import distribution
 from producer.load.ramp import Goals, Step, capacity, hint
-from producer.load.report import Check, Panel, Report, Series, all_answered, text_of
+from producer.load.report import Check, Panel, Report, Series, all_answered, distribution, text_of
 from producer.load.restart import longest_gap, rate
 from producer.load.stats import RequestRecord, latency_figures
 from producer.load.trace import TraceRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from worker.bench import report, workloads
-from worker.bench.compare import EngineSpec, compare
+from producer.load.plots import can_draw, draw
+from worker.bench import plots, report, workloads
+from worker.bench.compare import EngineSpec, Results, compare
 from worker.bench.records import Run
-from worker.bench.workloads import BenchRequest
+from worker.bench.workloads import BenchRequest, Scenario
+from worker.cli import ByteSize
 
-ENGINES = ("headrace", "queue", "static", "transformers", "transformers-static", "naive", "vllm")
+COMPARED = ("headrace", "queue", "static", "transformers", "transformers-static", "naive")
+ENGINES = (*COMPARED, "vllm")
 _WARMUP_REQUESTS = 16
 _WARMUP_TOKENS = 16
 
@@ -28,20 +31,39 @@ _WARMUP_TOKENS = 16
 @click.option(
     "--engine", "engines", multiple=True, type=click.Choice(ENGINES), help="Engine to run; repeat to compare [default: headrace]."
 )
-@click.option("--compare", "compare_all", is_flag=True, help="headrace, queue, static, transformers and transformers-static, in turn.")
+@click.option("--compare", "compare_all", is_flag=True, help=f"{', '.join(COMPARED)}. The last ones are slow: see --count.")
 @click.option(
-    "--vllm-python", type=click.Path(exists=True, dir_okay=False), help="Python interpreter of an environment with vLLM; joins vLLM."
+    "--vllm-python",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Python interpreter of an environment with vLLM; joins vLLM, which takes its own variables from the environment.",
 )
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Counted runs of each engine, in turn.")
 @click.option("--count", type=click.IntRange(1), help="Only the first COUNT requests.")
-@click.option("--output-cap", type=click.IntRange(1), help="Most output tokens of a request.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Poisson arrivals a second [default: all at once].")
+@click.option(
+    "--output-cap", "output_caps", multiple=True, type=click.IntRange(1), help="Most output tokens of a request; repeat to sweep."
+)
+@click.option(
+    "--rate",
+    "rates",
+    multiple=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Poisson arrivals a second; repeat to sweep [default: all at once, or a trace's own times].",
+)
 @click.option("--callers", default=128, show_default=True, type=click.IntRange(1), help="Blocking callers of the queue engine.")
 @click.option("--model", default="demo", show_default=True, help="Model folder, GGUF file, hub id, or demo.")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="Of Headrace's weights.")
 @click.option("--max-batch-size", default=128, show_default=True, type=click.IntRange(1))
-@click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Tokens a step; vLLM keeps its own default."
+)
+@click.option(
+    "--kv-memory",
+    default="2GiB",
+    show_default=True,
+    type=ByteSize(),
+    help="Memory for the KV cache of each of headrace, queue, static, vllm.",
+)
 @click.option("--seed", default=0, show_default=True, help="Of generated workloads and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput, latency and batch size.")
@@ -50,41 +72,34 @@ def bench(
     engines: tuple[str, ...],
     compare_all: bool,
     vllm_python: str | None,
+    rounds: int,
     as_json: bool,
     plot_path: Path | None,
-    rounds: int,
     **options: Any,
 ) -> None:
-    """Run a workload through one engine or several, in turn, on the same requests."""
+    """Run a workload through one engine or several, in turn, on the same requests.
+
+    With several values of --output-cap or --rate the requests are run at each of them in turn.
+    """
     names = _names(engines, compare_all, vllm_python)
-    requests = _requests(workload, options)
-    specs = [_spec(name, options, vllm_python) for name in names]
-    warmup = [
-        replace(request, max_tokens=min(request.max_tokens, _WARMUP_TOKENS), arrival_s=0.0) for request in requests[:_WARMUP_REQUESTS]
-    ]
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("", total=rounds * len(specs))
-
-        def on_run(run: Run) -> None:
-            progress.advance(bar)
-            console.print(f"{run.engine}: {run.output_tokens_per_s:.0f} output tok/s in {run.wall_s:.1f} s")
-
-        runs = compare(specs, requests, rounds=rounds, warmup=warmup, on_run=on_run)
-    title = f"{workload}: {len(requests)} requests, {sum(r.max_tokens for r in requests)} output tokens"
+    if plot_path is not None and not can_draw():
+        raise click.UsageError("--plot needs matplotlib, which comes with headrace[demo]")
+    scenarios = _scenarios(workload, options)
+    specs = [_spec(name, options, vllm_python, scenarios) for name in names]
+    console = Console(stderr=True, highlight=False)
+    results = _run(specs, scenarios, rounds, console)
+    title = _title(workload, options["count"], scenarios)
     if as_json:
-        click.echo(json.dumps({"workload": workload, "requests": len(requests), "engines": report.to_json(runs)}, indent=2))
+        click.echo(json.dumps({"workload": workload, "scenarios": report.to_json(results)}, indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 130).print(report.table(title, runs))
+        Console(width=None if sys.stdout.isatty() else 130).print(report.tables(title, results))
     if plot_path is not None:
-        report.plot(plot_path, title, runs)
+        draw(title, plots.panels(results), plot_path)
         console.print(f"plot: {plot_path}")
 
 
 def _names(engines: tuple[str, ...], compare_all: bool, vllm_python: str | None) -> list[str]:
-    names = list(engines)
-    if compare_all:
-        names += ["headrace", "queue", "static", "transformers", "transformers-static"]
+    names = [*engines, *(COMPARED if compare_all else ())]
     if vllm_python:
         names.append("vllm")
     elif "vllm" in names:
@@ -92,43 +107,74 @@ def _names(engines: tuple[str, ...], compare_all: bool, vllm_python: str | None)
     return list(dict.fromkeys(names)) or ["headrace"]
 
 
-def _requests(workload: str, options: Mapping[str, Any]) -> list[BenchRequest]:
+def _scenarios(workload: str, options: Mapping[str, Any]) -> list[Scenario]:
     try:
-        requests = workloads.load(workload, count=options["count"], output_cap=options["output_cap"], seed=options["seed"])
+        requests = workloads.load(workload, count=options["count"], seed=options["seed"])
     except (OSError, ValueError, KeyError) as error:
         raise click.UsageError(f"workload {workload}: {error}") from None
-    return workloads.poisson(requests, options["rate"], options["seed"]) if options["rate"] else requests
+    return workloads.scenarios(requests, _ordered(options["output_caps"]), _ordered(options["rates"]), options["seed"])
 
 
-def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None) -> EngineSpec:
+def _ordered(values: Iterable[Any]) -> list[Any]:
+    return sorted(set(values))
+
+
+def _run(specs: Sequence[EngineSpec], scenarios: Sequence[Scenario], rounds: int, console: Console) -> Results:
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("", total=rounds * len(specs) * len(scenarios))
+
+        def on_run(scenario: Scenario, run: Run) -> None:
+            progress.advance(bar)
+            name = ", ".join(filter(None, (run.engine, scenario.label)))
+            console.print(f"{name}: {run.output_tokens_per_s:.0f} output tok/s in {run.wall_s:.1f} s")
+
+        try:
+            return compare(specs, scenarios, rounds=rounds, warmup=_warmup(scenarios[0].requests), on_run=on_run)
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from None
+
+
+def _warmup(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    return [replace(request, max_tokens=min(request.max_tokens, _WARMUP_TOKENS), arrival_s=0.0) for request in requests[:_WARMUP_REQUESTS]]
+
+
+def _title(workload: str, count: int | None, scenarios: Sequence[Scenario]) -> str:
+    first = scenarios[0]
+    requests = f"{'' if count is None else 'the first '}{len(first.requests)} requests"
+    if len(scenarios) > 1:
+        return f"{workload}: {requests}"
+    return ", ".join(filter(None, (f"{workload}: {requests}", first.label, f"{first.output_tokens} output tokens")))
+
+
+def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None, scenarios: Sequence[Scenario]) -> EngineSpec:
     model = {key: options[key] for key in ("model", "dtype")}
     ours = {key: options[key] for key in ("quantization", "max_batch_size", "max_batch_tokens")}
     ours |= model | {"enable_prefix_caching": False}
     match name:
         case "queue":
-            return EngineSpec(name, "queue", {**ours, "callers": options["callers"]})
-        case "static":
-            return EngineSpec(name, "headrace", {**ours, "policy": "static"})
+            return EngineSpec(name, "queue", {**ours, "kv_memory": options["kv_memory"], "callers": options["callers"]})
         case "naive" | "transformers-static" | "transformers":
             mode = {"naive": "naive", "transformers-static": "static", "transformers": "continuous"}[name]
             return EngineSpec(name, "transformers", {**model, "mode": mode})
         case "vllm":
             assert vllm_python is not None
-            return _vllm_spec(vllm_python, options)
-    return EngineSpec(name, "headrace", ours)
+            return EngineSpec(name, "vllm", _vllm_settings(options, scenarios), vllm_python)
+    policy = "static" if name == "static" else "continuous"
+    return EngineSpec(name, "headrace", {**ours, "kv_memory_bytes": options["kv_memory"], "policy": policy})
 
 
-def _vllm_spec(python: str, options: Mapping[str, Any]) -> EngineSpec:
+def _vllm_settings(options: Mapping[str, Any], scenarios: Sequence[Scenario]) -> dict[str, Any]:
     from worker.engine.model_loader import local_model_path
 
-    settings = {
+    longest = max(len(request.prompt_token_ids) + request.max_tokens for scenario in scenarios for request in scenario.requests)
+    return {
         "model": str(local_model_path(options["model"])),
         "dtype": options["dtype"],
         "max_num_seqs": options["max_batch_size"],
+        "max_model_len": longest,
+        "kv_cache_memory_bytes": options["kv_memory"],
         "enable_prefix_caching": False,
-        "max_model_len": 2048,
     }
-    return EngineSpec("vllm", "vllm", settings, python, {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"})
 
 
 if __name__ == "__main__":

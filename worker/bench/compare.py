@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from worker.bench.records import Run
-from worker.bench.workloads import BenchRequest
+from worker.bench.workloads import BenchRequest, Scenario
+
+Results = Mapping[Scenario, Mapping[str, Sequence[Run]]]
+"""A list of runs for each engine of each scenario, one a round; the first engine is what the others are held against."""
 
 _PROJECT = Path(__file__).parents[2]
+_END_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine of a comparison: the driver module, the settings it is given, and the interpreter that runs it."""
+    """One engine of a comparison.
+
+    Attributes:
+        module: of `worker.bench.drivers`.
+        settings: what the driver is given.
+        python: the interpreter that runs it.
+    """
 
     name: str
     module: str
     settings: Mapping[str, Any]
     python: str = sys.executable
-    environment: Mapping[str, str] | None = None
 
 
 class Driver:
-    """A driver process; `run` hands it requests and waits for what it measured."""
+    """A driver process; `run` hands it requests and waits for what it measured.
+
+    Raises:
+        RuntimeError: the process ended, or did not generate what it was asked for.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         self.name = spec.name
-        environment = {**os.environ, "PYTHONPATH": str(_PROJECT), **(spec.environment or {})}
+        environment = {**os.environ, "PYTHONPATH": str(_PROJECT)}
         command = [spec.python, "-m", f"worker.bench.drivers.{spec.module}", json.dumps(dict(spec.settings))]
         self._process = subprocess.Popen(  # noqa: S603 - the interpreter is the operator's choice
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -45,47 +59,63 @@ class Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stdin.close()
+        """The end of its input is what ends it."""
+        with suppress(BrokenPipeError):
+            self._stdin.close()
         try:
-            self._process.wait(60)
+            self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._stdout.close()
 
     @property
     def _stdin(self) -> IO[str]:
         assert self._process.stdin is not None
         return self._process.stdin
 
-    def _read(self) -> str:
+    @property
+    def _stdout(self) -> IO[str]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        return self._process.stdout
+
+    def _read(self) -> str:
+        line = self._stdout.readline()
         if not line:
-            raise RuntimeError(f"engine {self.name} ended with exit code {self._process.wait()}")
+            self.__exit__()
+            raise RuntimeError(f"engine {self.name} ended with exit code {self._process.returncode}")
         return line
 
     def run(self, requests: Sequence[BenchRequest]) -> Run:
-        print(json.dumps([asdict(request) for request in requests]), file=self._stdin, flush=True)
-        return Run.from_json({**json.loads(self._read()), "engine": self.name})
+        with suppress(BrokenPipeError):  # then there is nothing to read
+            print(json.dumps([asdict(request) for request in requests]), file=self._stdin, flush=True)
+        run = Run.from_json({**json.loads(self._read()), "engine": self.name})
+        wanted = {request.id: request.max_tokens for request in requests}
+        if {record.id: record.num_output_tokens for record in run.records} != wanted:
+            raise RuntimeError(f"engine {self.name} generated {run.output_tokens} tokens, not the {sum(wanted.values())} asked for")
+        return run
 
 
 def compare(
     specs: Sequence[EngineSpec],
-    requests: Sequence[BenchRequest],
+    scenarios: Sequence[Scenario],
     *,
     rounds: int,
     warmup: Sequence[BenchRequest],
-    on_run: Callable[[Run], None],
-) -> dict[str, list[Run]]:
-    """Run every engine ``rounds`` times in turn; ``warmup`` goes through each engine first and is not counted."""
-    runs: dict[str, list[Run]] = {spec.name: [] for spec in specs}
+    on_run: Callable[[Scenario, Run], None],
+) -> Results:
+    """Run every scenario through every engine ``rounds`` times, in turn; ``warmup`` goes through each engine first and is not counted.
+
+    Raises:
+        RuntimeError: an engine ended, or did not generate what it was asked for.
+    """
+    results: dict[Scenario, dict[str, list[Run]]] = {scenario: {spec.name: [] for spec in specs} for scenario in scenarios}
     with ExitStack() as stack:
         drivers = [stack.enter_context(Driver(spec)) for spec in specs]
         for driver in drivers:
             driver.run(warmup)
-        for _ in range(rounds):
-            for driver in drivers:
-                run = driver.run(requests)
-                runs[driver.name].append(run)
-                on_run(run)
-    return runs
+        for _, scenario, driver in itertools.product(range(rounds), scenarios, drivers):
+            run = driver.run(scenario.requests)
+            results[scenario][driver.name].append(run)
+            on_run(scenario, run)
+    return results

@@ -1,4 +1,6 @@
-"""What a run measured, a record a request, and the figures drawn from it. Standard library only: drivers in other interpreters use it."""
+"""What a run measured, a record a request and a step, and the figures drawn from it. Standard library only: drivers in other
+interpreters use it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,33 @@ from producer.load.stats import RequestRecord, latency_figures
 
 
 @dataclass(slots=True)
+class StepRecord:
+    """One step of an engine; None where the engine does not tell.
+
+    Attributes:
+        end_s: when it ended, since the run began.
+        seconds: how long it took.
+        batch_size: requests in it.
+        idle_s: how long the device did nothing before it though there was work.
+        kv_usage: share of the KV cache's blocks that requests hold behind it, 0..1.
+        kv_waste: share of the token slots of these blocks that hold nothing, 0..1.
+    """
+
+    end_s: float
+    seconds: float
+    batch_size: int
+    idle_s: float | None = None
+    kv_usage: float | None = None
+    kv_waste: float | None = None
+
+
+@dataclass(slots=True)
 class Run:
-    """One pass of a workload through one engine; ``extra`` holds what only some engines know (batch sizes, idle share)."""
+    """One pass of requests through one engine; ``steps`` is empty where the engine does not tell them."""
 
     engine: str
     records: list[RequestRecord]
-    extra: dict[str, Any] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
 
     @property
     def wall_s(self) -> float:
@@ -31,24 +54,56 @@ class Run:
         return self.output_tokens / self.wall_s
 
     def figures(self) -> dict[str, float]:
-        """The run in numbers; times in milliseconds."""
+        """The run in numbers, times in milliseconds; what the engine does not tell is left out."""
         return {
             "output_tokens_per_s": self.output_tokens_per_s,
             "total_tokens_per_s": (self.output_tokens + sum(r.num_prompt_tokens for r in self.records)) / self.wall_s,
             "requests_per_s": len(self.records) / self.wall_s,
             "wall_s": self.wall_s,
-            **latency_figures(self.records),
+            **self._latencies(),
+            **step_figures(self.steps),
         }
+
+    def _latencies(self) -> dict[str, float]:
+        figures = latency_figures(self.records)
+        if any(record.finished_s > record.first_token_s for record in self.records):
+            return figures
+        return {name: value for name, value in figures.items() if not name.startswith("itl")}  # answers came whole
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Run:
-        return cls(data["engine"], [RequestRecord(**record) for record in data["records"]], dict(data["extra"]))
+        records = [RequestRecord(**record) for record in data["records"]]
+        return cls(data["engine"], records, [StepRecord(**step) for step in data["steps"]])
+
+
+def step_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Means weighted by the steps' lengths, peaks, and the share of the time in which the device idled though there was work."""
+    figures = _mean_and_peak("batch_size", [(step.seconds, step.batch_size) for step in steps])
+    figures |= _mean_and_peak("kv_usage", [(step.seconds, step.kv_usage) for step in steps if step.kv_usage is not None])
+    figures |= _mean_and_peak("kv_waste", [(step.seconds, step.kv_waste) for step in steps if step.kv_waste is not None])
+    idle_s = [step.idle_s for step in steps if step.idle_s is not None]
+    if idle_s:
+        figures["idle_share"] = sum(idle_s) / (sum(idle_s) + sum(step.seconds for step in steps))
+    return figures
+
+
+def _mean_and_peak(name: str, samples: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """``<name>_mean`` and ``<name>_peak`` of (seconds, value); nothing of no samples."""
+    if not samples:
+        return {}
+    total_s = sum(seconds for seconds, _ in samples)
+    return {f"{name}_mean": sum(seconds * value for seconds, value in samples) / total_s, f"{name}_peak": max(v for _, v in samples)}
 
 
 def median_figures(runs: Sequence[Run]) -> dict[str, float]:
     """Each figure's median over runs of the same engine."""
     figures = [run.figures() for run in runs]
     return {name: statistics.median(figure[name] for figure in figures) for name in figures[0]}
+
+
+def throughput_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
+    """Median over rounds of one engine's output tokens/s against another's in the same round."""
+    return statistics.median(a.output_tokens_per_s / b.output_tokens_per_s for a, b in zip(runs, baseline, strict=True))

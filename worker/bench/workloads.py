@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -28,20 +28,60 @@ class BenchRequest:
     arrival_s: float = 0.0
 
 
-def load(name: str, *, count: int | None = None, output_cap: int | None = None, seed: int = 0) -> list[BenchRequest]:
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """A workload as it is sent.
+
+    Attributes:
+        output_cap: most output tokens of a request; None leaves them as they are.
+        rate: Poisson arrivals a second; None leaves them as they are, which is all at once but for traces.
+    """
+
+    output_cap: int | None
+    rate: float | None
+    requests: Sequence[BenchRequest]
+
+    @property
+    def cap_label(self) -> str:
+        return "" if self.output_cap is None else f"outputs ≤ {self.output_cap}"
+
+    @property
+    def rate_label(self) -> str:
+        return "" if self.rate is None else f"{self.rate:g}/s"
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (self.cap_label, self.rate_label)))
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.max_tokens for request in self.requests)
+
+
+def load(name: str, *, count: int | None = None, seed: int = 0) -> list[BenchRequest]:
     """The requests of workload ``name``, the first ``count`` of them.
 
     Args:
         name: one of `SHIPPED`, ``anyscale``, ``shared-prefix``, or ``trace:FILE``.
-        output_cap: most output tokens of one request.
         seed: of the generated sets.
     """
     requests = list(islice(_source(name, seed), count))
     if not requests:
         raise ValueError(f"workload {name} holds no requests")
+    return requests
+
+
+def scenarios(requests: Sequence[BenchRequest], output_caps: Sequence[int], rates: Sequence[float], seed: int = 0) -> list[Scenario]:
+    """The same requests at each cap with each rate; no caps or no rates leave them as they are."""
+    caps: Sequence[int | None] = output_caps or [None]
+    speeds: Sequence[float | None] = rates or [None]
+    return [Scenario(cap, rate, _sent(requests, cap, rate, seed)) for cap in caps for rate in speeds]
+
+
+def _sent(requests: Sequence[BenchRequest], output_cap: int | None, rate: float | None, seed: int) -> Sequence[BenchRequest]:
     if output_cap is not None:
         requests = [replace(request, max_tokens=min(request.max_tokens, output_cap)) for request in requests]
-    return requests
+    return requests if rate is None else poisson(requests, rate, seed)
 
 
 def poisson(requests: Iterable[BenchRequest], rate: float, seed: int = 0) -> list[BenchRequest]:

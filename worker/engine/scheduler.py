@@ -59,6 +59,16 @@ class SchedulerStats:
     allocated_slots: int = 0
     wasted_slots: int = 0
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache's blocks that requests hold, 0..1."""
+        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the slots of running requests' blocks that hold nothing, 0..1."""
+        return self.wasted_slots / self.allocated_slots if self.allocated_slots else 0.0
+
 
 class Scheduler:
     """Owns the order of requests and the blocks of the KV cache; used by the engine's thread alone.

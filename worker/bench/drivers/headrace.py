@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
 
 from producer.sampling import SamplingParams
 from worker.bench.drivers.loop import claim_stdout, drive, serve, settings
-from worker.bench.records import Run
+from worker.bench.records import Run, StepRecord
 from worker.bench.workloads import BenchRequest
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
@@ -18,28 +16,37 @@ from worker.engine.request import Request
 
 def main() -> None:
     out, options = claim_stdout(), settings()
-    name = options.pop("name", "headrace")
     engine = Engine(EngineConfig(**options))
-    serve(out, lambda requests: _run(engine, name, requests))
+    serve(out, lambda requests: run(engine, requests))
 
 
-def _run(engine: Engine, name: str, requests: list[BenchRequest]) -> Run:
-    samples: list[dict[str, Any]] = []
+def run(engine: Engine, requests: list[BenchRequest]) -> Run:
+    """Drive the engine through the requests.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    steps: list[StepRecord] = []
     start_s = time.monotonic()
 
     def step() -> Iterator[tuple[int, int]]:
+        before = engine.last_step
         outputs = engine.step()
-        stats, last = engine.stats(), engine.last_step
-        if last is not None:
-            shares = {"used_blocks": stats.used_blocks, "wasted_slots": stats.wasted_slots, "allocated_slots": stats.allocated_slots}
-            samples.append({"time_s": time.monotonic() - start_s, **asdict(last), **shares})
+        if engine.last_step is not None and engine.last_step is not before:
+            steps.append(_step_record(engine, time.monotonic() - start_s))
         for output in outputs:
             if output.error_code:
                 raise RuntimeError(f"request {output.request.id}: {output.error_code} {output.error_message}")
             yield int(output.request.id), len(output.token_ids)
 
     records = drive(requests, lambda request: engine.add(_request(request)), step, engine.has_work)
-    return Run(name, records, {"steps": samples})
+    return Run("headrace", records, steps)
+
+
+def _step_record(engine: Engine, end_s: float) -> StepRecord:
+    step, stats = engine.last_step, engine.stats()
+    assert step is not None
+    return StepRecord(end_s, step.seconds, step.batch_size, step.idle_seconds, stats.kv_usage, stats.kv_waste)
 
 
 def _request(request: BenchRequest) -> Request:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any
 
 from producer.client import Client
 from producer.load.stats import RequestRecord
 from worker.bench.drivers.loop import claim_stdout, new_records, serve, settings
-from worker.bench.records import Run
+from worker.bench.records import Run, StepRecord
 from worker.bench.workloads import BenchRequest
 from worker.embedded import embedded_queue
 
@@ -16,9 +21,24 @@ from worker.embedded import embedded_queue
 def main() -> None:
     out, options = claim_stdout(), settings()
     callers: int = options.pop("callers")
-    flags = [flag for name, value in options.items() for flag in _flag(name.replace("_", "-"), value)]
-    with embedded_queue("--log-level", "warning", *flags) as queue, queue.client() as client, ThreadPoolExecutor(callers) as pool:
-        serve(out, lambda requests: Run("headrace-queue", _run(client, pool, requests), {"callers": callers}))
+    with TemporaryDirectory(prefix="headrace-bench-") as folder:
+        step_log = Path(folder, "steps.jsonl")
+        flags = [flag for name, value in options.items() for flag in _flag(name.replace("_", "-"), value)]
+        with (
+            embedded_queue("--log-level", "warning", "--step-log", str(step_log), *flags) as queue,
+            queue.client() as client,
+            ThreadPoolExecutor(callers) as pool,
+        ):
+            serve(out, lambda requests: run(client, pool, step_log, requests))
+
+
+def run(client: Client, pool: ThreadPoolExecutor, step_log: Path, requests: list[BenchRequest]) -> Run:
+    """Have the pool's threads send the requests and wait for the answers; the worker writes ``step_log``."""
+    start_s, logged_bytes = time.time(), step_log.stat().st_size
+    records = _call_all(client, pool, requests)
+    with step_log.open("rb") as log:
+        log.seek(logged_bytes)
+        return Run("queue", records, list(_steps(log, start_s)))
 
 
 def _flag(name: str, value: object) -> list[str]:
@@ -27,7 +47,7 @@ def _flag(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def _run(client: Client, pool: ThreadPoolExecutor, requests: list[BenchRequest]) -> list[RequestRecord]:
+def _call_all(client: Client, pool: ThreadPoolExecutor, requests: list[BenchRequest]) -> list[RequestRecord]:
     records = new_records(requests)
     start_s = time.monotonic()
 
@@ -45,6 +65,21 @@ def _run(client: Client, pool: ThreadPoolExecutor, requests: list[BenchRequest])
     for done in [pool.submit(call, request) for request in sorted(requests, key=lambda request: request.arrival_s)]:
         done.result()
     return list(records.values())
+
+
+def _steps(log: IO[bytes], start_s: float) -> Iterator[StepRecord]:
+    """The lines of `worker.service.StepLog`; the last one may not be whole yet."""
+    for line in log:
+        if line.endswith(b"\n"):
+            step: dict[str, Any] = json.loads(line)
+            yield StepRecord(
+                end_s=step["time_s"] - start_s,
+                seconds=step["step_ms"] / 1000,
+                batch_size=step["batch_size"],
+                idle_s=step["idle_ms"] / 1000,
+                kv_usage=step["kv_usage"],
+                kv_waste=step["kv_waste"],
+            )
 
 
 if __name__ == "__main__":

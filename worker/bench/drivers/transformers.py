@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ def main() -> None:
 def _generate(model: Any, batch: Sequence[BenchRequest]) -> None:
     """Left-padded prompts, run until the longest output of the batch is done."""
     width = max(len(request.prompt_token_ids) for request in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    ids = torch.zeros(len(batch), width, dtype=torch.long, device=model.device)
     mask = torch.zeros_like(ids)
     for row, request in enumerate(batch):
-        ids[row, width - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
+        ids[row, width - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids, device=model.device)
         mask[row, width - len(request.prompt_token_ids) :] = 1
     new_tokens = max(request.max_tokens for request in batch)
     with torch.inference_mode():
@@ -50,19 +50,26 @@ def _continuous(model: Any, requests: list[BenchRequest]) -> list[RequestRecord]
     records = new_records(requests)
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(r.max_tokens for r in requests))
     with torch.inference_mode(), model.continuous_batching_context_manager(generation_config=config) as manager:
-        start_s = time.monotonic()
+        start_s = time.perf_counter()  # the manager's clock
         for request in sorted(requests, key=lambda request: request.arrival_s):
-            time.sleep(max(0.0, request.arrival_s - (time.monotonic() - start_s)))
-            manager.add_request(request.prompt_token_ids, request_id=str(request.id), max_new_tokens=request.max_tokens)
-        waiting = len(requests)
-        while waiting:
-            output = manager.get_result(timeout=1.0)
-            if output is not None and output.is_finished():
-                waiting -= 1
-                records[int(output.request_id)].add_tokens(len(output.generated_tokens), time.monotonic() - start_s)
-    for record in records.values():
-        record.token_times_s = []
+            time.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start_s)))
+            manager.add_request(
+                request.prompt_token_ids, request_id=str(request.id), max_new_tokens=request.max_tokens, record_timestamps=True
+            )
+        for output in _finished(manager, len(requests)):
+            for token_s in output.timestamps:
+                records[int(output.request_id)].add_tokens(1, token_s - start_s)
     return list(records.values())
+
+
+def _finished(manager: Any, count: int) -> Iterator[Any]:
+    while count:
+        output = manager.get_result(timeout=1.0)
+        if output is not None and output.is_finished():
+            count -= 1
+            yield output
+        elif output is None and not manager.is_running():
+            raise RuntimeError(f"transformers' manager ended with {count} requests unanswered")
 
 
 if __name__ == "__main__":

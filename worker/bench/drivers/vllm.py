@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from worker.bench.drivers.loop import claim_stdout, drive, serve, settings
-from worker.bench.records import Run
+from worker.bench.records import Run, StepRecord
 from worker.bench.workloads import BenchRequest
 
 
@@ -15,25 +16,32 @@ def main() -> None:
 
     out, options = claim_stdout(), settings()
     engine = LLM(**options).llm_engine
-    serve(out, lambda requests: Run("vllm", _run(engine, requests)))
+    serve(out, lambda requests: _run(engine, requests))
 
 
-def _run(engine: Any, requests: list[BenchRequest]) -> Any:
+def _run(engine: Any, requests: list[BenchRequest]) -> Run:
+    """A step's batch size is the number of requests that got a token in it."""
     from vllm import SamplingParams
 
     seen: dict[int, int] = {}
+    steps: list[StepRecord] = []
+    start_s = time.monotonic()
 
     def add(request: BenchRequest) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
         engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_token_ids}, params)
 
     def step() -> Iterator[tuple[int, int]]:
-        for output in engine.step():
+        began_s = time.monotonic()
+        outputs = engine.step()
+        ended_s = time.monotonic()
+        steps.append(StepRecord(ended_s - start_s, ended_s - began_s, len(outputs)))
+        for output in outputs:
             request_id, total = int(output.request_id), len(output.outputs[0].token_ids)
             yield request_id, total - seen.get(request_id, 0)
             seen[request_id] = total
 
-    return drive(requests, add, step, engine.has_unfinished_requests)
+    return Run("vllm", drive(requests, add, step, engine.has_unfinished_requests), steps)
 
 
 if __name__ == "__main__":
