@@ -73,8 +73,13 @@ class Keys:
 
     @property
     def control(self) -> str:
-        """Stream of orders to all workers."""
+        """Stream of orders about requests, to all workers; callers may write to it."""
         return self.prefix + "control"
+
+    @property
+    def admin(self) -> str:
+        """Stream of orders to all workers that are an operator's alone to give."""
+        return self.prefix + "admin"
 
     @property
     def limits(self) -> str:

@@ -13,7 +13,7 @@ from producer.errors import ModelUnavailable, WaitTimeout
 from producer.keys import check_name
 from producer.status import WorkerStatus, read_status
 
-_CONTROL_LENGTH = 10_000
+_ADMIN_LENGTH = 10_000
 _POLL_S = 0.1
 
 
@@ -41,7 +41,7 @@ def reload(redis_url: str, queue: str, model: str, only: str, timeout_s: float) 
 
 def _order(client: Client, model: str, only: str) -> str:
     fields: dict[Any, Any] = {"op": "reload", "model": model, "worker": check_name("worker", only) if only else ""}
-    entry: Any = client.redis.xadd(client.keys.control, fields, maxlen=_CONTROL_LENGTH, approximate=True)
+    entry: Any = client.redis.xadd(client.keys.admin, fields, maxlen=_ADMIN_LENGTH, approximate=True)
     return str(entry.decode())
 
 

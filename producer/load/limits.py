@@ -144,7 +144,7 @@ def _remove(client: Client) -> None:
         read: Any = client.redis.xrange
         ids = [fields[b"id"].decode() for tier in TIERS for _, fields in read(client.keys.stream(tier))]
         names = [name for request_id in ids for name in (client.keys.reply(request_id), client.keys.state(request_id))]
-        client.redis.delete(client.keys.limits, client.keys.control, *map(client.keys.stream, TIERS), *names)
+        client.redis.delete(client.keys.limits, client.keys.control, client.keys.admin, *map(client.keys.stream, TIERS), *names)
 
 
 def _report(answers: Sequence[Answer], goal_ms: float) -> Report:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import redis
+from click.testing import CliRunner
 
 from producer import Client
+from producer.cli.group import main
 from producer.connection import connect
 from producer.errors import Poisoned
 from producer.keys import Keys
@@ -200,6 +202,20 @@ def test_operator_reads_the_queue_and_cancels(untouched: Guarded, queue: str) ->
     assert untouched.refusals() == []
 
 
+def test_operator_has_a_worker_reload(untouched: Guarded, queue: str) -> None:
+    with untouched.client("admin") as admin, WorkerProcess(untouched.url("worker"), queue, "--name", "w1"):
+        QueueView(admin, queue).await_running()
+        arguments = ["reload", "--model", "second", "--redis", untouched.url("operator"), "--queue", queue]
+        assert CliRunner().invoke(main, arguments).output == "w1: serves second\n"
+    assert untouched.refusals() == []
+
+
+@pytest.mark.parametrize("user", ["producer", "worker", "operator"])
+def test_who_follows_a_queue_on_a_cluster_may_ask_where_it_is(guarded: Guarded, user: str) -> None:
+    with guarded.client("admin") as admin:
+        assert admin.execute_command("ACL", "DRYRUN", user, "CLUSTER", "SLOTS") == b"OK"
+
+
 def test_monitor_counts_and_reads_no_text(untouched: Guarded, queue: str) -> None:
     keys = Keys(queue)
     with Client(untouched.url("producer"), queue=queue) as client:
@@ -235,6 +251,8 @@ def test_monitor_counts_and_reads_no_text(untouched: Guarded, queue: str) -> Non
         ("XRANGE", "headrace:{q}:realtime", "-", "+"),
         ("XREAD", "STREAMS", "headrace:{q}:dead", "0"),
         ("XADD", "elsewhere", "*", "a", "b"),
+        ("XADD", "headrace:{q}:admin", "*", "op", "reload"),
+        ("EVAL", "return redis.call('XADD', 'headrace:{q}:admin', '*', 'op', 'reload')", "0"),
         ("HSET", "headrace:{q}:limits", "max_depth:realtime", "1000000"),
         ("EVAL", "return redis.call('FLUSHALL')", "0"),
         ("EVAL", "return redis.call('HGETALL', 'headrace:{q}:worker:w')", "0"),
@@ -264,6 +282,7 @@ def test_worker_may_not(guarded: Guarded, command: tuple[str, ...]) -> None:
         ("KEYS", "rq:*"),
         ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", "headrace:{q}:batch", ">"),
         ("DEL", "headrace:{q}:batch"),
+        ("XADD", "headrace:{q}:admin", "*", "op", "reload"),
         ("SET", "elsewhere", "1"),
         ("PUBLISH", "elsewhere", "x"),
     ],

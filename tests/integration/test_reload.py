@@ -171,6 +171,19 @@ def test_a_real_model_takes_the_place_of_another(
         assert worker.drain() == 0
 
 
+@pytest.mark.parametrize(("op", "stream"), [("reload", "control"), ("cancel", "admin"), ("stream", "admin")])
+def test_order_on_the_stream_of_others_is_passed_over(
+    worker: WorkerProcess, client: Client, headrace: Headrace, view: QueueView, op: str, stream: str
+) -> None:
+    handle = client.submit("hello", max_tokens=400)
+    eventually(lambda: handle.status() == "running", "it runs")
+    client.redis.xadd(getattr(view.keys, stream), {"op": op, "id": handle.id, "model": "smuggled"})
+    assert handle.result(timeout=30).token_ids == expected_tokens("hello", 400)
+    assert len(view.frames(handle.id)) < 100
+    assert client.submit_and_wait("hello", max_tokens=3, timeout=30).model == "fake"
+    assert view.workers()["w1"]["reload"] == ""
+
+
 def test_reload_without_a_worker_is_an_error(headrace: Headrace) -> None:
     said = headrace("--model", "second")
     assert (said.exit_code, said.output) == (75, "headrace: MODEL_UNAVAILABLE: no live worker\n")

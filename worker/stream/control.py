@@ -1,4 +1,4 @@
-"""The control stream: orders to all workers. Each worker reads all of them, from its own start on."""
+"""Orders to all workers: those that any caller may give, and an operator's. Each worker reads all of them, from its own start on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ORDERS = 1000
 @dataclass(frozen=True, slots=True)
 class Order:
     """One order: ``cancel`` or ``stream`` a request, ``claim`` what ``worker`` has handed back, ``reload`` with ``model`` (``worker``, or
-    all where that is ''); others are for other readers. ``id`` is the entry's.
+    all where that is ''). ``id`` is the entry's.
     """
 
     op: str
@@ -26,28 +26,33 @@ class Order:
 
 
 class Control:
-    """Reads the control stream; used by one thread."""
+    """Reads both streams; used by one thread. An order on the stream of others is passed over: rights are given by stream."""
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self._client = client
-        self._key = keys.control
-        self._last_id: str | None = None
+        self._ops = {keys.control: ("cancel", "stream", "claim"), keys.admin: ("reload",)}
+        self._last_ids: dict[Any, Any] = {}
 
     def start(self) -> None:
         """Orders from now on will be read. To be called before the first request is: earlier orders are in the state hashes."""
-        if self._last_id is None:
-            last: Any = self._client.xrevrange(self._key, count=1)
-            self._last_id = last[0][0].decode() if last else "0-0"
+        if not self._last_ids:
+            self._last_ids = {key: self._last_id(key) for key in self._ops}
+
+    def _last_id(self, key: str) -> str:
+        last: Any = self._client.xrevrange(key, count=1)
+        return last[0][0].decode() if last else "0-0"
 
     def read(self, block_ms: int) -> list[Order]:
         """The next orders; waits up to ``block_ms`` for the first."""
-        assert self._last_id is not None, "not started"
-        reply: Any = self._client.xread({self._key: self._last_id}, count=MAX_ORDERS, block=max(1, block_ms))
-        if not reply:
-            return []
-        [[_, entries]] = reply
-        self._last_id = entries[-1][0].decode()
-        return [_order(entry_id.decode(), fields) for entry_id, fields in entries]
+        assert self._last_ids, "not started"
+        reply: Any = self._client.xread(self._last_ids, count=MAX_ORDERS, block=max(1, block_ms))
+        orders = []
+        for raw_key, entries in reply or ():
+            key = raw_key.decode()
+            self._last_ids[key] = entries[-1][0].decode()
+            found = [_order(entry_id.decode(), fields) for entry_id, fields in entries]
+            orders += [order for order in found if order.op in self._ops[key]]
+        return orders
 
 
 def _order(entry_id: str, fields: dict[bytes, bytes]) -> Order:
