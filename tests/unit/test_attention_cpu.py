@@ -101,8 +101,9 @@ def test_any_number_of_threads(threads: int) -> None:
 
 LESS = {
     "avx512_bf16": ("-DHEADRACE_NO_AMX",),
-    "portable": ("-DHEADRACE_NO_AMX", "-DHEADRACE_NO_AVX512"),
-    "portable without AVX-512": ("-DHEADRACE_NO_AMX", "-mno-avx512f"),
+    "16 lanes": ("-DHEADRACE_NO_AMX", "-DHEADRACE_NO_AVX512"),  # 8 where there is no AVX-512
+    "8 lanes": ("-DHEADRACE_NO_AMX", "-mno-avx512f"),
+    "4 lanes": ("-DHEADRACE_NO_AMX", "-mno-avx512f", "-mno-avx2", "-mno-fma"),
 }
 
 

@@ -123,7 +123,13 @@ def test_weights_in_int8_are_no_further_from_the_same_in_float32(name: str) -> N
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 @pytest.mark.parametrize(
-    "options", [("-DHEADRACE_NO_AMX",), ("-DHEADRACE_NO_AMX", "-DHEADRACE_NO_AVX512"), ("-DHEADRACE_NO_AMX", "-mno-avx512f")]
+    "options",
+    [
+        ("-DHEADRACE_NO_AMX",),
+        ("-DHEADRACE_NO_AMX", "-DHEADRACE_NO_AVX512"),
+        ("-DHEADRACE_NO_AMX", "-mno-avx512f"),
+        ("-DHEADRACE_NO_AMX", "-mno-avx512f", "-mno-avx2", "-mno-fma"),
+    ],
 )
 def test_kernels_for_lesser_cpus_compute_the_same(
     options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

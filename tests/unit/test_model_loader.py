@@ -4,6 +4,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from threading import Barrier
 from typing import Any
 
@@ -204,3 +205,21 @@ def test_automatic_choices() -> None:
     assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert choose_dtype("auto", device) in (torch.bfloat16, torch.float32)
     assert choose_dtype("float16", device) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("isa", "architecture", "dtype"),
+    [
+        ("avx2", "LlamaForCausalLM", torch.bfloat16),
+        ("avx2", "OPTForCausalLM", torch.float32),  # its own modules would compute in a dtype that the CPU does not
+        ("portable", "LlamaForCausalLM", torch.float32),
+        (None, "LlamaForCausalLM", torch.float32),
+    ],
+)
+def test_without_bfloat16_instructions_it_is_taken_where_our_kernels_run_the_model(
+    isa: str | None, architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib = None if isa is None else SimpleNamespace(headrace_isa=isa.encode)
+    monkeypatch.setattr("worker.engine.model_loader.kernels", lambda: lib)
+    monkeypatch.setattr("worker.engine.model_loader._computes_bfloat16", lambda _: False)
+    assert choose_dtype("auto", torch.device("cpu"), [architecture]) == dtype

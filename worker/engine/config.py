@@ -19,7 +19,7 @@ class EngineConfig:
     Attributes:
         model: ``demo`` (the embedded SmolLM2-135M-Instruct), a folder, a hub id, or a ``.gguf`` file.
         device: ``auto`` takes CUDA where present.
-        dtype: ``auto`` takes bfloat16 where the device computes in it, else float32.
+        dtype: ``auto`` takes bfloat16 where the model is computed fast in it, else float32.
         quantization: ``int8`` stores the weights of linear layers so, a scale an output; what they compute stays in ``dtype``.
             Of no effect on a model that is given to the engine in memory.
         max_batch_size: most requests in one step.

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 from producer.errors import ModelUnavailable
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
+from worker.engine.fused.structure import ARCHITECTURES
+from worker.engine.native.library import kernels
 from worker.engine.probe import check_class, check_config
 from worker.engine.quantization import quantize_linears
 
@@ -59,10 +61,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         ModelUnavailable: it is not there, cannot be read, or would be run wrongly; the message says why.
     """
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
     source = local_model_path(config.model)
     with _quiet(), _readable(config.model):
-        model, tokenizer = _load(source, dtype, config.trust_remote_code)
+        model, tokenizer = _load(source, config, device)
     if config.quantization == "int8":
         quantize_linears(model)  # before it moves: the device need not hold it whole
     return prepare_model(model.to(device), tokenizer, _name(config.model), config.max_model_len)
@@ -106,10 +107,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a name; ``auto`` is bfloat16 where the device computes in it, else float32. Raises `ModelUnavailable`."""
+def choose_dtype(name: str, device: torch.device, architectures: Sequence[str] = ()) -> torch.dtype:
+    """The dtype of a name; ``auto`` is bfloat16 where a model of ``architectures`` is computed fast in it, else float32.
+
+    Raises:
+        ModelUnavailable: there is no such dtype.
+    """
     if name == "auto":
-        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+        return torch.bfloat16 if _computes_bfloat16(device) or _runs_natively(device, architectures) else torch.float32
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
     if name not in dtypes:
         raise ModelUnavailable(f"dtype {name!r} is none of auto, {', '.join(dtypes)}")
@@ -120,6 +125,12 @@ def _computes_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _runs_natively(device: torch.device, architectures: Sequence[str]) -> bool:
+    """Whether our kernels, which only store in bfloat16 where the CPU does not compute in it, run whole steps of such a model."""
+    lib = kernels() if device.type == "cpu" else None
+    return lib is not None and lib.headrace_isa() == b"avx2" and not ARCHITECTURES.isdisjoint(architectures)
 
 
 def local_model_path(model: str) -> str:
@@ -195,13 +206,15 @@ def _convert(file: Path, folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).save_pretrained(folder)
 
 
-def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load(source: str, config: EngineConfig, device: torch.device) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    check_config(config.get_text_config(decoder=True))  # before gigabytes of weights are read
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code)
+    trust = config.trust_remote_code
+    found = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    check_config(found.get_text_config(decoder=True))  # before gigabytes of weights are read
+    dtype = choose_dtype(config.dtype, device, found.architectures or ())
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager", trust_remote_code=trust)
     return model, tokenizer
 
 

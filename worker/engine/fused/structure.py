@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.quantization import Int8Linear, Linear
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Granite", "Gemma", "Gemma2", "Gemma3")
 }
 _PARAMETER = re.compile(
@@ -89,7 +89,7 @@ def recognise(
     Raises:
         NotRecognised: it is not one that the kernels compute.
     """
-    _require(type(model).__name__ in _ARCHITECTURES, f"{type(model).__name__} is not a known architecture")
+    _require(type(model).__name__ in ARCHITECTURES, f"{type(model).__name__} is not a known architecture")
     _require(type(model).__module__.startswith("transformers.models."), "its code is not transformers' own")
     _require(model.dtype in dtypes, f"its dtype is {model.dtype}")
     base = model.model

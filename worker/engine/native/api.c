@@ -10,6 +10,8 @@ const char *headrace_isa(void) {
     return "amx";
 #elif defined(__AVX512BF16__) && !defined(HEADRACE_NO_AVX512)
     return "avx512_bf16";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "avx2";
 #else
     return "portable";
 #endif

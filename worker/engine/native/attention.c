@@ -37,7 +37,7 @@ static int size_of(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
 static struct attn_shape shape_of(const struct attn_layer *layer) {
     return (struct attn_shape){
         .dtype = layer->dtype, .dim = layer->head_dim, .v_dim = layer->v_dim, .depth = layer->block_size % MAX_DEPTH ? GROUP : MAX_DEPTH,
-        .q_stride = ROUND_UP(layer->head_dim, 32), .o_stride = ROUND_UP(layer->v_dim, LANES),
+        .q_stride = ROUND_UP(layer->head_dim, 32), .o_stride = ROUND_UP(layer->v_dim, 16),
     };
 }
 

@@ -8,82 +8,134 @@
 #define HAVE_AVX512_BF16 0
 #endif
 
-static inline v16f even_of_pairs(const bf16 *p) {
-    v16u u;
-    memcpy(&u, p, sizeof u);
-    return (v16f)(u << 16);
-}
-
-static inline v16f odd_of_pairs(const bf16 *p) {
-    v16u u;
-    memcpy(&u, p, sizeof u);
-    return (v16f)(u & 0xffff0000u);
-}
-
 /* ---- plain vectors: any dims, bfloat16 and float32 ---- */
+
+#define ROWS_AT_ONCE 4
+#define PARTS (GROUP / LANES) /* vectors of a group of tokens */
+#define INLINED static inline __attribute__((always_inline))
+
+/* Calls `rows(first, count)` for all of them, `count` a constant: sums of that many rows stay in registers. */
+#define FOR_ROWS(num_rows, rows) \
+    do { \
+        int first = 0; \
+        for (; first + ROWS_AT_ONCE <= (num_rows); first += ROWS_AT_ONCE) rows(first, ROWS_AT_ONCE); \
+        if ((num_rows) - first == 3) rows(first, 3); \
+        if ((num_rows) - first == 2) rows(first, 2); \
+        if ((num_rows) - first == 1) rows(first, 1); \
+    } while (0)
+
+INLINED void score_rows_bf16(const struct attn_shape *shape, const bf16 *q, const bf16 *k, const int count, float *scores) {
+    vf32 sums[ROWS_AT_ONCE][PARTS] = {0};
+    for (int d = 0; d < shape->dim; d += 2) {
+        vu32 pairs[PARTS];
+        for (int i = 0; i < PARTS; i++) pairs[i] = v_load_pairs(k + d * GROUP + 2 * i * LANES);
+        for (int r = 0; r < count; r++) {
+            vu32 pair = v_set_pair(q + r * shape->q_stride + d);
+            for (int i = 0; i < PARTS; i++) sums[r][i] += v_even_of(pair) * v_even_of(pairs[i]);
+            for (int i = 0; i < PARTS; i++) sums[r][i] += v_odd_of(pair) * v_odd_of(pairs[i]);
+        }
+    }
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < PARTS; i++) v_store(scores + r * SPAN_STRIDE + i * LANES, sums[r][i]);
+}
+
+INLINED void score_rows_f32(const struct attn_shape *shape, const float *q, const float *k, const int count, float *scores) {
+    vf32 sums[ROWS_AT_ONCE][PARTS] = {0};
+    for (int d = 0; d < shape->dim; d++)
+        for (int i = 0; i < PARTS; i++) {
+            vf32 keys = v_load(k + d * GROUP + i * LANES);
+            for (int r = 0; r < count; r++) sums[r][i] += q[r * shape->q_stride + d] * keys;
+        }
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < PARTS; i++) v_store(scores + r * SPAN_STRIDE + i * LANES, sums[r][i]);
+}
+
+/* `width` vectors of values from column d on. */
+INLINED void weigh_rows_bf16(const struct attn_shape *shape, const bf16 *weights, const void *const *values, int num_values, int d,
+                             const int width, const int count, float *out) {
+    vf32 sums[ROWS_AT_ONCE][PARTS];
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < width; i++) sums[r][i] = v_load(out + r * shape->o_stride + d + i * LANES);
+    for (int n = 0; n < num_values; n++)
+        for (int t = 0; t < shape->depth; t += 2) {
+            vu32 pairs[PARTS];
+            for (int i = 0; i < width; i++) pairs[i] = v_load_pairs((const bf16 *)values[n] + t * shape->v_dim + 2 * (d + i * LANES));
+            for (int r = 0; r < count; r++) {
+                vu32 pair = v_set_pair(weights + r * SPAN_STRIDE + n * shape->depth + t);
+                for (int i = 0; i < width; i++) sums[r][i] += v_even_of(pair) * v_even_of(pairs[i]);
+                for (int i = 0; i < width; i++) sums[r][i] += v_odd_of(pair) * v_odd_of(pairs[i]);
+            }
+        }
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < width; i++) v_store(out + r * shape->o_stride + d + i * LANES, sums[r][i]);
+}
+
+INLINED void weigh_rows_f32(const struct attn_shape *shape, const float *weights, const void *const *values, int num_values, int d,
+                            const int width, const int count, float *out) {
+    vf32 sums[ROWS_AT_ONCE][PARTS];
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < width; i++) sums[r][i] = v_load(out + r * shape->o_stride + d + i * LANES);
+    for (int n = 0; n < num_values; n++)
+        for (int t = 0; t < shape->depth; t++)
+            for (int i = 0; i < width; i++) {
+                vf32 v = v_load((const float *)values[n] + t * shape->v_dim + d + i * LANES);
+                for (int r = 0; r < count; r++) sums[r][i] += weights[r * SPAN_STRIDE + n * shape->depth + t] * v;
+            }
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < width; i++) v_store(out + r * shape->o_stride + d + i * LANES, sums[r][i]);
+}
 
 #if !HAVE_AVX512_BF16
 static void scores_bf16(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, float *scores) {
     for (int g = 0; g < GROUPS_AT_ONCE; g++) {
-        const bf16 *k = groups[g];
-        for (int r = 0; r < num_rows; r++) {
-            const bf16 *q = query + r * shape->q_stride;
-            v16f even = {0}, odd = {0};
-            for (int d = 0; d < shape->dim; d += 2) {
-                even += f32_of_bf16(q[d]) * even_of_pairs(k + d * GROUP);
-                odd += f32_of_bf16(q[d + 1]) * odd_of_pairs(k + d * GROUP);
-            }
-            v_store(scores + r * SPAN_STRIDE + g * GROUP, even + odd);
-        }
+#define ROWS(r, count) score_rows_bf16(shape, query + r * shape->q_stride, groups[g], count, scores + r * SPAN_STRIDE + g * GROUP)
+        FOR_ROWS(num_rows, ROWS);
+#undef ROWS
     }
 }
 #endif
 
 static void scores_f32(const struct attn_shape *shape, const float *query, int num_rows, const void *const *groups, float *scores) {
     for (int g = 0; g < GROUPS_AT_ONCE; g++) {
-        const float *k = groups[g];
-        for (int r = 0; r < num_rows; r++) {
-            const float *q = query + r * shape->q_stride;
-            v16f sum = {0};
-            for (int d = 0; d < shape->dim; d++) sum += q[d] * v_load(k + d * GROUP);
-            v_store(scores + r * SPAN_STRIDE + g * GROUP, sum);
-        }
+#define ROWS(r, count) score_rows_f32(shape, query + r * shape->q_stride, groups[g], count, scores + r * SPAN_STRIDE + g * GROUP)
+        FOR_ROWS(num_rows, ROWS);
+#undef ROWS
     }
 }
 
 static void values_bf16(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *values, int count, float *out) {
-    int v_dim = shape->v_dim, depth = shape->depth;
-    for (int i = 0; i < count; i++) {
-        const bf16 *v = values[i];
-        for (int r = 0; r < num_rows; r++) {
-            const bf16 *w = weights + r * SPAN_STRIDE + i * depth;
-            float *o = out + r * shape->o_stride;
-            for (int t = 0; t < depth; t += 2) {
-                float w0 = f32_of_bf16(w[t]), w1 = f32_of_bf16(w[t + 1]);
-                const bf16 *pairs = v + t * v_dim;
-                int d = 0;
-                for (; d + LANES <= v_dim; d += LANES)
-                    v_store(o + d, v_load(o + d) + w0 * even_of_pairs(pairs + 2 * d) + w1 * odd_of_pairs(pairs + 2 * d));
-                for (; d < v_dim; d++) o[d] += w0 * f32_of_bf16(pairs[2 * d]) + w1 * f32_of_bf16(pairs[2 * d + 1]);
-            }
-        }
-    }
+    int v_dim = shape->v_dim, depth = shape->depth, d = 0;
+#define ROWS(r, n) weigh_rows_bf16(shape, weights + r * SPAN_STRIDE, values, count, d, WIDTH, n, out + r * shape->o_stride)
+#define WIDTH PARTS
+    for (; d + PARTS * LANES <= v_dim; d += PARTS * LANES) FOR_ROWS(num_rows, ROWS);
+#undef WIDTH
+#define WIDTH 1
+    for (; d + LANES <= v_dim; d += LANES) FOR_ROWS(num_rows, ROWS);
+#undef WIDTH
+#undef ROWS
+    for (int i = 0; i < count && d < v_dim; i++)
+        for (int r = 0; r < num_rows; r++)
+            for (int t = 0; t < depth; t++)
+                for (int c = d; c < v_dim; c++)
+                    out[r * shape->o_stride + c] += f32_of_bf16(weights[r * SPAN_STRIDE + i * depth + t]) *
+                                                    f32_of_bf16(((const bf16 *)values[i])[t / 2 * 2 * v_dim + 2 * c + t % 2]);
 }
 
 static void values_f32(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *values, int count, float *out) {
-    int v_dim = shape->v_dim, depth = shape->depth;
-    for (int i = 0; i < count; i++) {
-        const float *v = values[i];
-        for (int r = 0; r < num_rows; r++) {
-            const float *w = weights + r * SPAN_STRIDE + i * depth;
-            float *o = out + r * shape->o_stride;
-            for (int t = 0; t < depth; t++) {
-                int d = 0;
-                for (; d + LANES <= v_dim; d += LANES) v_store(o + d, v_load(o + d) + w[t] * v_load(v + t * v_dim + d));
-                for (; d < v_dim; d++) o[d] += w[t] * v[t * v_dim + d];
-            }
-        }
-    }
+    int v_dim = shape->v_dim, depth = shape->depth, d = 0;
+#define ROWS(r, n) weigh_rows_f32(shape, weights + r * SPAN_STRIDE, values, count, d, WIDTH, n, out + r * shape->o_stride)
+#define WIDTH PARTS
+    for (; d + PARTS * LANES <= v_dim; d += PARTS * LANES) FOR_ROWS(num_rows, ROWS);
+#undef WIDTH
+#define WIDTH 1
+    for (; d + LANES <= v_dim; d += LANES) FOR_ROWS(num_rows, ROWS);
+#undef WIDTH
+#undef ROWS
+    for (int i = 0; i < count && d < v_dim; i++)
+        for (int r = 0; r < num_rows; r++)
+            for (int t = 0; t < depth; t++)
+                for (int c = d; c < v_dim; c++)
+                    out[r * shape->o_stride + c] += weights[r * SPAN_STRIDE + i * depth + t] * ((const float *)values[i])[t * v_dim + c];
 }
 
 /* ---- AVX512-BF16: even dims; v_dim a multiple of 16 ---- */

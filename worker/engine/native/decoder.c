@@ -230,7 +230,7 @@ static void likeliest(struct run *run) {
     const struct decoder *d = run->decoder;
     int count = run->step->num_logits;
     struct best *best = run->best + (int64_t)run->tid * count;
-    for (int i = 0; i < count; i++) best[i] = (struct best){v_set(-INFINITY), v_iota * 0 + INT32_MAX, v_iota * 0};
+    for (int i = 0; i < count; i++) best[i] = (struct best){v_set(-INFINITY), v_set_i(INT32_MAX), v_set_i(0)};
     struct result result = {.store = KEEP_BEST, .data = best, .columns = d->vocab};
     gemm(&d->head, tiled_rows(run->selected, d->hidden), 0, count, (struct panels){run->team, 0}, &result, run->sums);
     team_barrier(run->team);

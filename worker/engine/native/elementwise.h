@@ -6,7 +6,7 @@
 
 /* 1 / sqrt(mean(x**2) + eps), over n elements, n a multiple of 16. */
 static inline float inverse_rms(const float *x, int n, float eps) {
-    v16f sum = {0};
+    vf32 sum = {0};
     for (int i = 0; i < n; i += LANES) sum += v_load(x + i) * v_load(x + i);
     return 1.0f / sqrtf(v_sum(sum) / (float)n + eps);
 }
@@ -39,7 +39,7 @@ static inline void norm_head(bf16 *x, const float *weight, int dim, float eps) {
 static inline void rotate_head(bf16 *x, const float *cosines, const float *sines, int half) {
     int i = 0;
     for (; i + LANES <= half; i += LANES) {
-        v16f a = v_load_bf16(x + i), b = v_load_bf16(x + half + i), c = v_load(cosines + i), s = v_load(sines + i);
+        vf32 a = v_load_bf16(x + i), b = v_load_bf16(x + half + i), c = v_load(cosines + i), s = v_load(sines + i);
         v_store_bf16(x + i, a * c - b * s);
         v_store_bf16(x + half + i, b * c + a * s);
     }

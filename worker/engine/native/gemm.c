@@ -89,7 +89,7 @@ static void multiply_rows(const struct block *b, int first, int count) {
         int row = first + (r < count ? r : 0);
         rows[r] = b->rows + row / TILE_ROWS * b->a->tile_stride + row % TILE_ROWS * b->a->row_stride;
         left[r] = b->add ? _mm512_loadu_ps(b->sums + row * PANEL) : _mm512_setzero_ps();
-        right[r] = b->add ? _mm512_loadu_ps(b->sums + row * PANEL + LANES) : _mm512_setzero_ps();
+        right[r] = b->add ? _mm512_loadu_ps(b->sums + row * PANEL + TILE_ROWS) : _mm512_setzero_ps();
     }
     for (int i = 0; i < b->steps; i++, w += 2 * TILE_ELEMENTS)
         for (int k = 0; k < PANEL; k += 2) {
@@ -113,25 +113,39 @@ static void multiply(const struct block *b) {
 }
 
 #else
+#define PARTS (TILE_ROWS / LANES)            /* vectors of a tile's 16 outputs */
+#define ROWS_AT_ONCE (LANES == 16 ? 12 : 6)  /* rows whose sums, PARTS each, stay in registers */
 
-static inline v16f widened(v16u pairs, int odd) { return (v16f)(odd ? pairs & 0xffff0000u : pairs << 16); }
+/* Rows [first, first + count) against the 16 outputs of a tile. */
+static inline __attribute__((always_inline)) void multiply_rows(const struct block *b, int tile, int first, const int count) {
+    vf32 sums[ROWS_AT_ONCE][PARTS];
+    const bf16 *rows[ROWS_AT_ONCE], *w = b->weights + tile * TILE_ELEMENTS;
+    float *to = b->sums + first * PANEL + tile * TILE_ROWS;
+    for (int r = 0; r < count; r++) {
+        rows[r] = b->rows + (first + r) / TILE_ROWS * b->a->tile_stride + (first + r) % TILE_ROWS * b->a->row_stride;
+        for (int i = 0; i < PARTS; i++) sums[r][i] = b->add ? v_load(to + r * PANEL + i * LANES) : v_set(0);
+    }
+    for (int step = 0; step < b->steps; step++, w += STEP_ELEMENTS)
+        for (int k = 0; k < PANEL; k += 2) {
+            vu32 pairs[PARTS];
+            for (int i = 0; i < PARTS; i++) pairs[i] = v_load_pairs(w + k * TILE_ROWS + 2 * i * LANES);
+            for (int r = 0; r < count; r++) {
+                vu32 pair = v_set_pair(rows[r] + step * b->a->step_stride + k);
+                for (int i = 0; i < PARTS; i++) sums[r][i] += v_even_of(pair) * v_even_of(pairs[i]);
+                for (int i = 0; i < PARTS; i++) sums[r][i] += v_odd_of(pair) * v_odd_of(pairs[i]);
+            }
+        }
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < PARTS; i++) v_store(to + r * PANEL + i * LANES, sums[r][i]);
+}
 
 static void multiply(const struct block *b) {
     store_rest(b->pending);
-    for (int row = 0; row < b->num_rows; row++) {
-        const bf16 *a = b->rows + row / TILE_ROWS * b->a->tile_stride + row % TILE_ROWS * b->a->row_stride, *w = b->weights;
-        float *s = b->sums + row * PANEL;
-        v16f left = b->add ? v_load(s) : v_set(0), right = b->add ? v_load(s + LANES) : v_set(0);
-        for (int i = 0; i < b->steps; i++, a += b->a->step_stride, w += 2 * TILE_ELEMENTS)
-            for (int k = 0; k < PANEL; k++) {
-                v16u x, y;
-                memcpy(&x, w + k / 2 * 2 * LANES, sizeof x);
-                memcpy(&y, w + TILE_ELEMENTS + k / 2 * 2 * LANES, sizeof y);
-                left += f32_of_bf16(a[k]) * widened(x, k % 2);
-                right += f32_of_bf16(a[k]) * widened(y, k % 2);
-            }
-        v_store(s, left);
-        v_store(s + LANES, right);
+    for (int tile = 0; tile < 2; tile++) {
+        int row = 0;
+        for (; row + ROWS_AT_ONCE <= b->num_rows; row += ROWS_AT_ONCE) multiply_rows(b, tile, row, ROWS_AT_ONCE);
+        for (; row + 3 <= b->num_rows; row += 3) multiply_rows(b, tile, row, 3);
+        for (; row < b->num_rows; row++) multiply_rows(b, tile, row, 1);
     }
 }
 #endif
@@ -140,8 +154,9 @@ static int min_int(int a, int b) { return a < b ? a : b; }
 
 /* Floats of so small integers have nothing in their lower halves. */
 static void codes_to_bf16(const int8_t *codes, int count, bf16 *out) {
-    for (int i = 0; i < count; i += 2 * LANES)
-        v_store_pairs(out + i, (v16u)v_load_int8(codes + i) >> 16 | (v16u)v_load_int8(codes + i + LANES));
+    for (int i = 0; i < count; i += PANEL)
+        for (int c = 0; c < TILE_ROWS; c += LANES)
+            v_store_pairs(out + i + 2 * c, (vu32)v_load_int8(codes + i + c) >> 16 | (vu32)v_load_int8(codes + i + TILE_ROWS + c));
 }
 
 /* `steps` steps of the weights from step `first` on, in bfloat16: where they lie, or made in `room`. */

@@ -51,8 +51,8 @@ enum activation { SILU = 0, GELU_TANH = 1 };
 
 /* The largest of a row's results so far, of those in each lane, and where they are; `nan` is set in lanes that had a NaN. */
 struct best {
-    v16f value;
-    v16i index, nan;
+    vf32 value;
+    vi32 index, nan;
 };
 
 struct result {

@@ -4,55 +4,51 @@
 
 #include "gemm.h"
 
-static inline v16f activated(v16f x, enum activation activation) {
+#define VECTORS (PANEL / LANES)
+
+static inline vf32 activated(vf32 x, enum activation activation) {
     if (activation == SILU) return x * v_sigmoid(x);
     return 0.5f * x * (1.0f + v_tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
 /* Of equal values, the first: panels come in any order. */
-static inline void keep_best(struct best *best, v16f x, v16i index, int columns) {
-    v16i inside = index < columns;
-    v16i better = inside & ((x > best->value) | ((x == best->value) & (index < best->index)));
+static inline void keep_best(struct best *best, vf32 x, vi32 index, int columns) {
+    vi32 inside = index < columns;
+    vi32 better = inside & ((x > best->value) | ((x == best->value) & (index < best->index)));
     best->value = v_select(better, x, best->value);
     best->index = (index & better) | (best->index & ~better);
     best->nan |= inside & (x != x);
 }
 
-/* One row of a panel, `left` and `right` its two halves, `column` its first. */
-static inline void store_row(const struct result *out, int row, int column, v16f left, v16f right) {
+/* One row of a panel; `column` is its first. */
+static inline __attribute__((always_inline)) void store_row(const struct result *out, int row, int column, const vf32 *sums) {
     int64_t at = row * out->stride + column;
+    float *to = (float *)out->data + at;
     switch (out->store) {
     case STORE_BF16:
-        v_store_bf16((bf16 *)out->data + at, left);
-        v_store_bf16((bf16 *)out->data + at + LANES, right);
+        for (int i = 0; i < VECTORS; i++) v_store_bf16((bf16 *)out->data + at + i * LANES, sums[i]);
         break;
     case STORE_F32:
-        v_store((float *)out->data + at, left);
-        v_store((float *)out->data + at + LANES, right);
+        for (int i = 0; i < VECTORS; i++) v_store(to + i * LANES, sums[i]);
         break;
-    case ADD_F32: {
-        float *to = (float *)out->data + at;
-        v_store(to, v_load(to) + out->factor * left);
-        v_store(to + LANES, v_load(to + LANES) + out->factor * right);
+    case ADD_F32:
+        for (int i = 0; i < VECTORS; i++) v_store(to + i * LANES, v_load(to + i * LANES) + out->factor * sums[i]);
         break;
-    }
-    case STORE_GATED:
-        v_store_bf16(tiled_at(out->data, (int)out->stride, row, column / 2), activated(left, out->activation) * right);
-        break;
-    case KEEP_BEST: {
-        struct best *best = (struct best *)out->data + row;
-        keep_best(best, left, v_iota + column, out->columns);
-        keep_best(best, right, v_iota + (column + LANES), out->columns);
+    case STORE_GATED: {
+        bf16 *gated = tiled_at(out->data, (int)out->stride, row, column / 2);
+        for (int i = 0; i < VECTORS / 2; i++) v_store_bf16(gated + i * LANES, activated(sums[i], out->activation) * sums[i + VECTORS / 2]);
         break;
     }
+    case KEEP_BEST:
+        for (int i = 0; i < VECTORS; i++) keep_best((struct best *)out->data + row, sums[i], v_iota + (column + i * LANES), out->columns);
+        break;
     }
 }
 
 /* The last panel of a matrix whose outputs are no multiple of 32; only float32 results are ever that odd. */
-static void store_part(const struct result *out, int row, int column, v16f left, v16f right) {
+static inline __attribute__((always_inline)) void store_part(const struct result *out, int row, int column, const vf32 *sums) {
     float panel[PANEL];
-    v_store(panel, left);
-    v_store(panel + LANES, right);
+    for (int i = 0; i < VECTORS; i++) v_store(panel + i * LANES, sums[i]);
     memcpy((float *)out->data + row * out->stride + column, panel, (size_t)(out->columns - column) * sizeof *panel);
 }
 
@@ -65,11 +61,15 @@ struct pending {
 };
 
 static inline __attribute__((always_inline)) void store_next(struct pending *p) {
-    v16f left = v_load(p->sums), right = v_load(p->sums + LANES);
-    if (p->w->scale) left *= v_load(p->w->scale + p->column), right *= v_load(p->w->scale + p->column + LANES);
-    if (p->w->bias) left += v_load(p->w->bias + p->column), right += v_load(p->w->bias + p->column + LANES);
-    if (p->column + PANEL > p->out->columns && p->out->store == STORE_F32) store_part(p->out, p->row, p->column, left, right);
-    else store_row(p->out, p->row, p->column, left, right);
+    const float *bias = p->w->bias, *scale = p->w->scale;
+    vf32 sums[VECTORS];
+    for (int i = 0; i < VECTORS; i++) sums[i] = v_load(p->sums + i * LANES);
+    if (scale)
+        for (int i = 0; i < VECTORS; i++) sums[i] *= v_load(scale + p->column + i * LANES);
+    if (bias)
+        for (int i = 0; i < VECTORS; i++) sums[i] += v_load(bias + p->column + i * LANES);
+    if (p->column + PANEL > p->out->columns && p->out->store == STORE_F32) store_part(p->out, p->row, p->column, sums);
+    else store_row(p->out, p->row, p->column, sums);
     p->sums += PANEL, p->row++, p->count--;
 }
 

@@ -6,8 +6,8 @@ void softmax_begin(struct softmax *state, int row, float sink) {
 }
 
 /* The vector at column j of a row, columns outside of [lo, hi) hidden; kept so. */
-static v16f hide(float *s, int j, int lo, int hi) {
-    v16f x = v_select((v_iota + j >= lo) & (v_iota + j < hi), v_load(s + j), v_set(-INFINITY));
+static vf32 hide(float *s, int j, int lo, int hi) {
+    vf32 x = v_select((v_iota + j >= lo) & (v_iota + j < hi), v_load(s + j), v_set(-INFINITY));
     v_store(s + j, x);
     return x;
 }
@@ -16,7 +16,7 @@ static v16f hide(float *s, int j, int lo, int hi) {
 static float row_max(float *s, int lo, int hi) {
     if (lo >= hi) return -INFINITY;
     int last = (hi - 1) / LANES * LANES, j = lo / LANES * LANES;
-    v16f a = hide(s, j, lo, hi), b = hide(s, last, lo, hi);
+    vf32 a = hide(s, j, lo, hi), b = hide(s, last, lo, hi);
     for (j += LANES; j + LANES < last; j += 2 * LANES) {
         a = v_max(v_load(s + j), a);
         b = v_max(v_load(s + j + LANES), b);
@@ -32,8 +32,8 @@ static void cap(float *s, int lo, int hi, float scale, float softcap) {
 /* The new maxima, how much smaller they make what was summed before, and that made smaller. `max` holds the span's own maxima. */
 static void update(struct softmax *state, const float *max, float factor, int num_rows) {
     for (int r = 0; r < num_rows; r += LANES) {
-        v16f old = v_load(state->max + r), new = v_max(v_load(max + r) * factor, old);
-        v16f shrink = v_select(new > old, v_exp2(old - new), v_set(1));
+        vf32 old = v_load(state->max + r), new = v_max(v_load(max + r) * factor, old);
+        vf32 shrink = v_select(new > old, v_exp2(old - new), v_set(1));
         v_store(state->max + r, new);
         v_store(state->shrink + r, shrink);
         v_store(state->sum + r, v_load(state->sum + r) * shrink);
@@ -42,12 +42,12 @@ static void update(struct softmax *state, const float *max, float factor, int nu
 
 static inline __attribute__((always_inline)) float row_weights(const float *s, void *weights, int lo, int hi, int width, float factor,
                                                                 float max, const int exact) {
-    v16f a = {0}, b = {0};
+    vf32 a = {0}, b = {0};
     int j = 0, first = lo < hi ? lo / LANES * LANES : width;
 #define STORE(w) (exact ? v_store((float *)weights + j, w) : v_store_bf16((bf16 *)weights + j, w))
     for (; j < first; j += LANES) STORE(v_set(0));
     for (; j < hi; j += LANES) {
-        v16f w = v_exp2_to(v_load(s + j) * factor - max, exact);
+        vf32 w = v_exp2_to(v_load(s + j) * factor - max, exact);
         STORE(w);
         a += w;
         if ((j += LANES) >= hi) break;
