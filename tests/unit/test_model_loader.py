@@ -4,8 +4,8 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
