@@ -10,7 +10,7 @@ While a slot migrates key by key (ASK, TRYAGAIN) the queue waits: our scripts ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.asyncio as aioredis
@@ -22,7 +22,6 @@ from redis.exceptions import AuthenticationError, ClusterDownError, ConnectionEr
 from producer.sockets import Address, Tcp, Tls
 
 _UNREACHABLE = (ConnectionError, TimeoutError, ClusterDownError)
-_LOST = (ConnectionError, TimeoutError)
 
 
 class Slot:
@@ -58,15 +57,21 @@ class Slot:
         self.primary = _address(by, (error.host.encode(), error.port))
 
     def lose(self, address: Address) -> None:
-        """The node at ``address`` does not answer."""
+        """A connection to ``address`` has ended. Whoever named it is asked last: it may be cut off from the others."""
         if self.primary == address:
             self.primary = None
+            self.nodes = [*self.nodes[1:], self.nodes[0]]
 
 
 def _address(asked: Address, node: Sequence[Any]) -> Address:
     """A node that does not know its own name is where it was asked."""
     host, port = node[0], node[1]
     return (asked[0] if host in (None, b"", b"?") else host.decode()), port
+
+
+def _to_ask(node: Address, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a connection to any node: one that accepts it has to answer as soon as one that does not."""
+    return {**kwargs, "host": node[0], "port": node[1], "socket_timeout": kwargs["socket_connect_timeout"]}
 
 
 def _unless_refused(error: Exception) -> Exception:
@@ -88,24 +93,25 @@ class _Follower(AbstractConnection):
     port: int
 
     def __init__(self, *, slot: Slot, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         self._slot = slot
         self._kwargs = kwargs
+        super().__init__(**kwargs)
 
     def connect(self) -> None:
         if self.is_connected:
             return
         self.host, self.port = self._slot.primary or self._find()
-        try:
-            super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
-        except BaseException:
-            self._slot.lose((self.host, self.port))
-            raise
+        super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+
+    def disconnect(self, *args: Any, **kwargs: Any) -> None:
+        """However it ended: a node that fails may fall silent, and a queue may have moved without a word."""
+        super().disconnect(*args, **kwargs)  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+        self._slot.lose((self.host, self.port))
 
     def _find(self) -> Address:
         reason: Exception | None = None
         for node in self._slot.nodes:
-            asking = self.plain(**self._kwargs | {"host": node[0], "port": node[1]})
+            asking = self.plain(**_to_ask(node, self._kwargs))
             try:
                 asking.connect()
                 asking.send_command("CLUSTER", "SLOTS")
@@ -120,12 +126,9 @@ class _Follower(AbstractConnection):
         try:
             return super().read_response(*args, **kwargs)
         except MovedError as error:
-            self.disconnect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+            self.disconnect()
             self._slot.move((self.host, self.port), error)
             raise ConnectionError("the queue has moved to another node of the cluster") from None
-        except _LOST:
-            self._slot.lose((self.host, self.port))
-            raise
 
 
 class ClusterTcp(_Follower, Tcp):
@@ -144,24 +147,25 @@ class _AsyncFollower(aioredis.connection.AbstractConnection):
     port: int
 
     def __init__(self, *, slot: Slot, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         self._slot = slot
         self._kwargs = kwargs
+        super().__init__(**kwargs)
 
     async def connect(self) -> None:
         if self.is_connected:
             return
         self.host, self.port = self._slot.primary or await self._find()
-        try:
-            await super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
-        except BaseException:
-            self._slot.lose((self.host, self.port))
-            raise
+        await super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+
+    async def disconnect(self, *args: Any, **kwargs: Any) -> None:
+        """However it ended: a node that fails may fall silent, and a queue may have moved without a word."""
+        await super().disconnect(*args, **kwargs)
+        self._slot.lose((self.host, self.port))
 
     async def _find(self) -> Address:
         reason: Exception | None = None
         for node in self._slot.nodes:
-            asking = self.plain(**self._kwargs | {"host": node[0], "port": node[1]})
+            asking = self.plain(**_to_ask(node, self._kwargs))
             try:
                 await asking.connect()
                 await asking.send_command("CLUSTER", "SLOTS")
@@ -179,9 +183,6 @@ class _AsyncFollower(aioredis.connection.AbstractConnection):
             await self.disconnect(nowait=True)
             self._slot.move((self.host, self.port), error)
             raise ConnectionError("the queue has moved to another node of the cluster") from None
-        except _LOST:
-            self._slot.lose((self.host, self.port))
-            raise
 
 
 class AsyncClusterTcp(_AsyncFollower, aioredis.Connection):

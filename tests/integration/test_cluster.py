@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,9 +16,12 @@ from producer import AsyncClient, Client
 from producer.cli.group import main
 from producer.errors import Cancelled, Poisoned, RedisUnavailable
 from producer.keys import Keys
+from producer.status import read_status
 from tests.cluster import PRIMARIES, Cluster
 from tests.fakes import CRASH, FakeEngine, expected_text, expected_tokens
 from tests.servers import Server, free_port
+from tests.tiny_engine import byte_tokenizer
+from tests.tiny_models import tiny_model
 from tests.workers import QueueView, WorkerProcess, eventually, worker_thread
 
 
@@ -63,6 +68,22 @@ def test_requests_are_answered_streamed_and_cancelled(cluster: Cluster, queue: s
     view.assert_clean()
 
 
+def test_worker_process_with_a_real_model(cluster: Cluster, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    queue, port = cluster.queue_on(2), free_port()
+    options = ("--model", tmp_path, "--kv-memory", "8MiB", "--metrics-port", port)
+    with (
+        WorkerProcess(cluster.url_of_all, queue, *options, module=("worker.cli", "worker")) as worker,
+        Client(cluster.url, queue) as client,
+    ):
+        eventually(lambda: [said for said in read_status(client.redis, queue).workers if said.state == "running"], "it serves", 120)
+        assert client.submit_and_wait("a mill", max_tokens=8, ignore_eos=True, timeout=60).usage.completion_tokens == 8
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as page:
+            assert page.status == 200
+        assert worker.drain() == 0
+
+
 async def test_asyncio_client(cluster: Cluster, queue: str) -> None:
     with worker_thread(cluster.url, queue):
         async with AsyncClient(cluster.url, queue) as client:
@@ -90,14 +111,15 @@ def test_operator_sees_reloads_and_replays(cluster: Cluster, queue: str, view: Q
 
 
 @pytest.mark.slow
-def test_slot_that_migrates_while_callers_wait() -> None:
+@pytest.mark.parametrize("migrate", [Cluster.migrate, Cluster.migrate_at_once])
+def test_slot_that_migrates_while_callers_wait(migrate: Callable[[Cluster, str, int, int], None]) -> None:
     with Cluster() as cluster, ThreadPoolExecutor(8) as pool:
         queue = cluster.queue_on(1)
         with worker_thread(cluster.url, queue, FakeEngine(step_s=0.01), checkpoint_s=0.05) as worker, Client(cluster.url, queue) as client:
             calls = [pool.submit(client.submit_and_wait, f"p{i}", max_tokens=200, timeout=60) for i in range(8)]
             eventually(lambda: worker.loop.num_tokens > 100, "all under way")
             for source, target in ((1, 2), (2, 0)):
-                cluster.migrate(queue, source, target)
+                migrate(cluster, queue, source, target)
             results = [call.result(60) for call in calls]
             assert [result.token_ids for result in results] == [expected_tokens(f"p{i}", 200) for i in range(8)]
             assert {result.attempt for result in results} == {1}
@@ -106,14 +128,15 @@ def test_slot_that_migrates_while_callers_wait() -> None:
 
 
 @pytest.mark.slow
-def test_replica_that_takes_over_while_callers_wait() -> None:
+@pytest.mark.parametrize("end", [Server.kill, Server.pause])
+def test_replica_that_takes_over_while_callers_wait(end: Callable[[Server], None]) -> None:
     with Cluster(replicas=1) as cluster, ThreadPoolExecutor(8) as pool:
         queue = cluster.queue_on(0)  # on the node that the URL names first
         url = cluster.url_of_all
         with worker_thread(url, queue, FakeEngine(step_s=0.01), checkpoint_s=0.05) as worker, Client(url, queue) as client:
             calls = [pool.submit(client.submit_and_wait, f"p{i}", max_tokens=200, timeout=60) for i in range(8)]
             eventually(lambda: worker.loop.num_tokens > 100, "all under way")
-            cluster.servers[0].kill()
+            end(cluster.servers[0])
             assert [call.result(60).token_ids for call in calls] == [expected_tokens(f"p{i}", 200) for i in range(8)]
 
 

@@ -106,6 +106,7 @@ def test_slot_is_where_the_last_answer_says() -> None:
     assert slot.primary == ("y", 6)
     slot.lose(("y", 6))
     assert slot.primary is None
+    assert slot.nodes == [("x", 2), ("seed", 3), ("seed", 4), ("seed", 1)]  # who named it is asked last
     with pytest.raises(redis_errors.ClusterDownError):
         slot.learn(("x", 2), [[number + 1, 16383, [b"x", 2]]])
     assert slot.nodes == [("x", 2), ("seed", 1)]
