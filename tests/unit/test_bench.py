@@ -250,3 +250,19 @@ def test_what_cannot_be_run_is_said_so(arguments: list[str], message: str) -> No
     assert done.exit_code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("engines", "compare_all", "vllm_python", "names"),
+    [
+        ((), False, None, ["headrace"]),
+        ((), False, "python", ["headrace", "vllm"]),
+        (("vllm",), False, "python", ["vllm"]),
+        (("static", "queue"), False, None, ["static", "queue"]),
+        (("static",), True, "python", ["static", *(name for name in cli.COMPARED if name != "static"), "vllm"]),
+    ],
+)
+def test_engines_are_those_asked_for_in_their_order(
+    engines: tuple[str, ...], compare_all: bool, vllm_python: str | None, names: list[str]
+) -> None:
+    assert cli._names(engines, compare_all, vllm_python) == names

@@ -35,7 +35,7 @@ _WARMUP_TOKENS = 16
 @click.option(
     "--vllm-python",
     type=click.Path(exists=True, dir_okay=False),
-    help="Python interpreter of an environment with vLLM; joins vLLM, which takes its own variables from the environment.",
+    help="Python interpreter of an environment with vLLM; joins vLLM, whose own variables (VLLM_CPU_...) come from the environment.",
 )
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Counted runs of each engine, in turn.")
 @click.option("--count", type=click.IntRange(1), help="Only the first COUNT requests.")
@@ -99,12 +99,12 @@ def bench(
 
 
 def _names(engines: tuple[str, ...], compare_all: bool, vllm_python: str | None) -> list[str]:
-    names = [*engines, *(COMPARED if compare_all else ())]
+    names = [*engines, *(COMPARED if compare_all else ())] or ["headrace"]
     if vllm_python:
         names.append("vllm")
     elif "vllm" in names:
         raise click.UsageError("engine vllm needs --vllm-python")
-    return list(dict.fromkeys(names)) or ["headrace"]
+    return list(dict.fromkeys(names))
 
 
 def _scenarios(workload: str, options: Mapping[str, Any]) -> list[Scenario]:

@@ -59,7 +59,10 @@ class Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The end of its input is what ends it."""
+        self.close()
+
+    def close(self) -> None:
+        """End the process, by ending its input."""
         with suppress(BrokenPipeError):
             self._stdin.close()
         try:
@@ -82,7 +85,7 @@ class Driver:
     def _read(self) -> str:
         line = self._stdout.readline()
         if not line:
-            self.__exit__()
+            self.close()
             raise RuntimeError(f"engine {self.name} ended with exit code {self._process.returncode}")
         return line
 
