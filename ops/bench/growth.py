@@ -155,7 +155,9 @@ def tables(growth: Growth) -> tuple[Table, Table, Table]:
         context.add_row(str(point.context), f"{point.step_ms:.2f}")
     missing = CONTEXTS[len(growth.contexts) :]
     context.caption = f"longer than the model's context: {', '.join(map(str, missing))}" if missing else None
-    waiting = _table(f"scheduler's time by waiting requests ({scheduler_cost.RUNNING} running)", "waiting", "ms a step", "with a change")
+    waiting = _table(
+        f"scheduler's time by waiting requests ({scheduler_cost.RUNNING} running)", "waiting", "ms a step", "one leaves, one enters"
+    )
     for row in growth.waiting:
         waiting.add_row(str(row.waiting), f"{_scheduler_ms(row):.3f}", f"{row.churn_us / 1000:.3f}")
     return batch, context, waiting
