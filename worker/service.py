@@ -113,20 +113,24 @@ class StepLog:
 
 
 def configure_logging(level: str, form: str) -> None:
-    """Log to stderr, a line an event: JSON for machines, or for a person at a console."""
+    """Log to stderr, a line an event: JSON for machines, or for a person at a console. Libraries' warnings take the same form."""
     renderer: Any = structlog.dev.ConsoleRenderer() if form == "console" else structlog.processors.JSONRenderer()
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+    handler = logging.StreamHandler(sys.stderr)
+    finish = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=finish, foreign_pre_chain=shared))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
 def _stopper(worker: Worker) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +26,15 @@ from worker.stream.ledger import Outcome
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
+FLUSH_S = 3.0  # how long a worker that ends tries to get its last traces away
 MAX_FIELD_BYTES = 512  # of traceparent, and of tracestate; longer ones are ignored
 _OPERATIONS = {"generate": "text_completion", "score": "text_completion", "embed": "embeddings"}
 
 
 @contextmanager
 def exporting_to(url: str, config: WorkerConfig) -> Iterator[RequestTracer]:
-    """Traces go to ``url`` as OTLP over HTTP, in batches and from a thread of their own; the last ones at the end of the ``with``.
+    """Traces go to ``url`` as OTLP over HTTP, in batches and from a thread of their own; the last ones at the end of the ``with``, which
+    waits `FLUSH_S` for them.
 
     Raises:
         ValueError: the URL is none of HTTP's, or ``headrace[otel]`` is not installed.
@@ -46,12 +49,15 @@ def exporting_to(url: str, config: WorkerConfig) -> Iterator[RequestTracer]:
     except ImportError as error:
         raise ValueError(f"headrace[otel] is not installed ({error.name} is missing), and otlp_traces_endpoint needs it") from None
     service = os.environ.get("OTEL_SERVICE_NAME", "headrace-worker")
-    provider = TracerProvider(resource=Resource.create({"service.name": service, "service.instance.id": config.name}))
+    resource = Resource.create({"service.name": service, "service.instance.id": config.name})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
     try:
         yield RequestTracer(provider, config.queue)
     finally:
-        provider.shutdown()
+        ending = threading.Thread(target=provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)
 
 
 class RequestTracer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import redis
-from click.testing import CliRunner
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
@@ -26,9 +26,9 @@ from producer.keys import Keys
 from tests.fakes import FAIL, expected_text
 from tests.servers import Server
 from tests.workers import eventually, worker_thread
-from worker.cli import main
+from worker.config import WorkerConfig
 from worker.embedded import embedded_queue
-from worker.tracing import MAX_FIELD_BYTES, RequestTracer
+from worker.tracing import MAX_FIELD_BYTES, RequestTracer, exporting_to
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -260,16 +260,15 @@ def test_process_that_does_not_trace_carries_nothing(server: Server, queue: str,
 
 @pytest.mark.parametrize("url", ["collector:4317", "grpc://collector:4317", ""])
 def test_endpoint_that_is_no_url_of_http_is_refused(url: str) -> None:
-    said = CliRunner().invoke(main, ["worker", "--otlp-traces-endpoint", url])
-    assert said.exit_code == 1
-    assert "otlp_traces_endpoint must be" in said.output
+    with pytest.raises(ValueError, match="otlp_traces_endpoint must be"), exporting_to(url, WorkerConfig()):
+        pass
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    said = CliRunner().invoke(main, ["worker", "--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces"])
-    assert said.exit_code == 1
-    assert "headrace[otel] is not installed" in said.output
+    url = "http://127.0.0.1:1/v1/traces"
+    with pytest.raises(ValueError, match=r"headrace\[otel\] is not installed"), exporting_to(url, WorkerConfig()):
+        pass
 
 
 class Receiver:
@@ -309,6 +308,18 @@ def _spans_by_service(request: ExportTraceServiceRequest) -> Iterator[tuple[str,
         names = {item.key: item.value.string_value for item in resource.resource.attributes}
         for scope in resource.scope_spans:
             yield from ((names["service.name"], span) for span in scope.spans)
+
+
+def test_collector_that_never_answers_holds_nothing_up(server: Server, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "100000")  # seconds: longer than a test may take
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        with (
+            exporting_to(url, WorkerConfig(queue=queue)) as tracer,
+            worker_thread(server.url, queue, on_end=tracer.record),
+            Client(server.url, queue=queue) as client,
+        ):
+            client.submit_and_wait("hello", max_tokens=2, timeout=30)
 
 
 @pytest.mark.slow
