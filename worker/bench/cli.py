@@ -51,7 +51,7 @@ _WARMUP_TOKENS = 16
 )
 @click.option("--callers", default=128, show_default=True, type=click.IntRange(1), help="Blocking callers of the queue engine.")
 @click.option("--model", default="demo", show_default=True, help="Model folder, GGUF file, hub id, or demo.")
-@click.option("--dtype", default="auto", show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="auto: what each engine computes fast in on this device.")
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="Of Headrace's weights.")
 @click.option("--max-batch-size", default=128, show_default=True, type=click.IntRange(1))
 @click.option(
@@ -155,12 +155,19 @@ def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None, scenar
             return EngineSpec(name, "queue", {**ours, "kv_memory": options["kv_memory"], "callers": options["callers"]})
         case "naive" | "transformers-static" | "transformers":
             mode = {"naive": "naive", "transformers-static": "static", "transformers": "continuous"}[name]
-            return EngineSpec(name, "transformers", {**model, "mode": mode})
+            return EngineSpec(name, "transformers", {**model, "dtype": _device_dtype(options["dtype"]), "mode": mode})
         case "vllm":
             assert vllm_python is not None
             return EngineSpec(name, "vllm", _vllm_settings(options, scenarios), vllm_python)
     policy = "static" if name == "static" else "continuous"
     return EngineSpec(name, "headrace", {**ours, "kv_memory_bytes": options["kv_memory"], "policy": policy})
+
+
+def _device_dtype(name: str) -> str:
+    """What ``auto`` is for engines whose kernels compute in what the device does."""
+    from worker.engine.model_loader import choose_device, choose_dtype
+
+    return str(choose_dtype(name, choose_device("auto"))).removeprefix("torch.")
 
 
 def _vllm_settings(options: Mapping[str, Any], scenarios: Sequence[Scenario]) -> dict[str, Any]:
@@ -169,7 +176,7 @@ def _vllm_settings(options: Mapping[str, Any], scenarios: Sequence[Scenario]) ->
     longest = max(len(request.prompt_token_ids) + request.max_tokens for scenario in scenarios for request in scenario.requests)
     return {
         "model": str(local_model_path(options["model"])),
-        "dtype": options["dtype"],
+        "dtype": _device_dtype(options["dtype"]),
         "max_num_seqs": options["max_batch_size"],
         "max_model_len": longest,
         "kv_cache_memory_bytes": options["kv_memory"],
