@@ -43,6 +43,21 @@ class RouteType(click.ParamType[Route]):
             self.fail(str(error), param, ctx)
 
 
+class SourceWeight(click.ParamType[tuple[str, float]]):
+    """``SOURCE=WEIGHT``."""
+
+    name = "SOURCE=WEIGHT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        if isinstance(value, tuple):
+            return value
+        source, _, weight = str(value).rpartition("=")
+        try:
+            return source, float(weight)
+        except ValueError:
+            self.fail("a weight is SOURCE=WEIGHT, WEIGHT a number", param, ctx)
+
+
 def _options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
     def add(command: _Command) -> _Command:
         for option in reversed(options):
@@ -77,6 +92,14 @@ _engine_options = _options(
     click.option("--batch-floor", default=0.1, show_default=True, type=click.FloatRange(0, 1), help="Share that batch work always keeps."),
     click.option(
         "--batch-overcommit", default=1.5, show_default=True, type=click.FloatRange(1), help="How far batch may overcommit blocks."
+    ),
+    click.option(
+        "--source-weight",
+        "source_weights",
+        multiple=True,
+        type=SourceWeight(),
+        callback=lambda _ctx, _param, pairs: dict(pairs),
+        help="Share of service of a source against others of its tier [default: 1 each]; repeatable.",
     ),
     click.option("--max-wait-ms", default=50.0, show_default=True, type=click.FloatRange(0), help="How long a static batch waits to fill."),
     click.option("--seed", default=0, show_default=True, help="Mixed into the noise of requests without a seed."),

@@ -1,0 +1,52 @@
+"""What the options of ``headrace worker`` become."""
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from producer.cli import main
+from worker.routing import Route
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options that the service is started with."""
+    options: dict[str, Any] = {}
+    monkeypatch.setattr("worker.service.serve", lambda **given: options.update(given) or 0)
+    return options
+
+
+def run(*args: str, environment: dict[str, str] | None = None) -> str:
+    return CliRunner().invoke(main, ["worker", *args], env=environment).output
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5k", 1500), ("17", 17)])
+def test_sizes_have_units(text: str, size: int, served: dict[str, Any]) -> None:
+    run("--kv-memory", text)
+    assert served["kv_memory_bytes"] == size
+
+
+def test_weights_and_routes_may_be_repeated(served: dict[str, Any]) -> None:
+    run("--source-weight", "gold=2", "--source-weight", "a=b=0.5", "--route", "batch:source=nightly-*")
+    assert served["source_weights"] == {"gold": 2.0, "a=b": 0.5}
+    assert served["routes"] == (Route("batch", (("source", "nightly-*"),)),)
+
+
+def test_options_come_from_the_environment(served: dict[str, Any]) -> None:
+    run(environment={"HEADRACE_WORKER_SOURCE_WEIGHTS": "gold=2 iron=0.5", "HEADRACE_WORKER_KV_MEMORY_BYTES": "1GiB"})
+    assert served["source_weights"] == {"gold": 2.0, "iron": 0.5}
+    assert served["kv_memory_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--kv-memory", "much", "such as 2GiB or 500MB"),
+        ("--source-weight", "gold=heavy", "WEIGHT a number"),
+        ("--route", "batch:colour=red", "labels of source, user, task"),
+    ],
+)
+def test_what_cannot_be_read_is_explained(option: str, value: str, message: str, served: dict[str, Any]) -> None:
+    assert message in " ".join(run(option, value).split())
+    assert served == {}
