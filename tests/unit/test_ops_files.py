@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,11 +39,17 @@ def one(name: str) -> dict[str, Any]:
     return document
 
 
+def found(name: str) -> str | None:
+    """A program beside this Python, or on the path."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
 def tool(name: str, *command: str) -> None:
     """Run a checker over files of ours, where it is installed."""
-    if shutil.which(name) is None:
+    path = found(name)
+    if path is None:
         pytest.skip(f"no {name} on this machine")
-    result = subprocess.run([name, *command], capture_output=True, text=True, cwd=ROOT, check=False)
+    result = subprocess.run([path, *command], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -162,7 +170,7 @@ def test_compose_keeps_what_was_accepted_and_waits_for_the_drain() -> None:
 
 def test_compose_is_accepted_by_docker_compose() -> None:
     command = ["--profile", "*", "config", "--quiet"]
-    if shutil.which("docker-compose") is not None:
+    if found("docker-compose") is not None:
         tool("docker-compose", *command)
     elif shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode:
         pytest.skip("no docker compose on this machine")
