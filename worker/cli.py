@@ -74,6 +74,9 @@ _engine_options = _options(
     click.option(
         "--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="How linear layers store weights."
     ),
+    click.option(
+        "--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Of the KV cache; auto: as --dtype."
+    ),
     click.option("--max-batch-size", default=100, show_default=True, type=click.IntRange(1), help="Most requests in one step."),
     click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Most tokens computed in one step."),
     click.option("--max-model-len", type=click.IntRange(1), help="Context limit in tokens [default: the model's]."),

@@ -20,6 +20,10 @@ from worker.sizing import size as compute
 @click.option("--model", required=True, help="Folder, hub id, FILE.gguf, or demo.")
 @click.option("--gpu-memory", "memory_bytes", required=True, type=ByteSize(), help="The device's memory, e.g. 80GiB.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(sorted(DTYPE_BYTES)))
+@click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="How weights are stored.")
+@click.option(
+    "--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Of the KV cache; auto: as --dtype."
+)
 @click.option("--max-batch-size", default=100, show_default=True, type=click.IntRange(1), help="Most requests in one step.")
 @click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Most tokens computed in one step.")
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens in one KV block.")
@@ -29,6 +33,8 @@ def size(
     model: str,
     memory_bytes: int,
     dtype: str,
+    quantization: str,
+    kv_dtype: str,
     max_batch_size: int,
     max_batch_tokens: int,
     block_size: int,
@@ -37,11 +43,12 @@ def size(
 ) -> None:
     """Say how a GPU's memory would be used, and how many requests of which length run at once."""
     try:
-        shape = read_shape(model, trust_remote_code=trust_remote_code)
+        shape = read_shape(model, int8_weights=quantization == "int8", trust_remote_code=trust_remote_code)
         sizing = compute(
             shape,
             memory_bytes,
             dtype_bytes=DTYPE_BYTES[dtype],
+            int8_cache=kv_dtype == "int8",
             max_batch_size=max_batch_size,
             max_batch_tokens=max_batch_tokens,
             block_size=block_size,

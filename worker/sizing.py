@@ -16,6 +16,7 @@ KV_SHARE = 0.9
 CUDA_CONTEXT_BYTES = GIB // 2  # driver, kernels, cuBLAS workspace
 MIN_LENGTH = 256
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCALE_BYTES = 4  # of a token's key or value in one head, in a cache of int8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class ModelShape:
     """What a model's sizes follow from.
 
     Attributes:
+        num_int8: weights that are stored in int8; a head that is tied to the embedding counts, and the embedding stays as well.
         key_dim, value_dim: of one KV head.
         intermediate_size: of the MLP, for a mixture of experts of those that one token visits.
         max_model_len: context limit in tokens.
@@ -38,9 +40,11 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     max_model_len: int
+    num_int8: int = 0
+    tied: bool = False
 
     @classmethod
-    def of(cls, config: Any, num_parameters: int) -> ModelShape:
+    def of(cls, config: Any, num_parameters: int, num_int8: int = 0) -> ModelShape:
         """Read a transformers text config, whose attribute map gives GPT-2's and OPT's names too."""
         num_heads = int(config.num_attention_heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
@@ -57,10 +61,19 @@ class ModelShape:
             intermediate_size=intermediate * int(getattr(config, "num_experts_per_tok", None) or 1),
             vocab_size=int(config.vocab_size),
             max_model_len=int(getattr(config, "max_position_embeddings", None) or 2048),
+            num_int8=num_int8,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
         )
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype_bytes
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Without the scales of int8, a number for each output."""
+        doubled = self.vocab_size * self.hidden_size if self.tied and self.num_int8 else 0
+        return (self.num_parameters - self.num_int8 + doubled) * dtype_bytes + self.num_int8
+
+    def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
+        """Bytes of K and V in all layers; ``int8``, of a cache in it, whatever the dtype."""
+        dims = self.key_dim + self.value_dim
+        return self.num_layers * self.num_kv_heads * (dims + 2 * SCALE_BYTES if int8 else dims * dtype_bytes)
 
     def step_bytes(self, dtype_bytes: int, max_batch_size: int, max_batch_tokens: int) -> int:
         """What a full step holds at its peak beside weights and cache: one layer's activations, and the logits, twice (float32)."""
@@ -97,6 +110,7 @@ def size(
     memory_bytes: int,
     *,
     dtype_bytes: int = 2,
+    int8_cache: bool = False,
     max_batch_size: int = 100,
     max_batch_tokens: int = 512,
     block_size: int = 16,
@@ -105,8 +119,9 @@ def size(
 
     Raises `ValueError` where the weights leave no room for a block of KV cache and a step.
     """
-    weight_bytes = shape.num_parameters * dtype_bytes
-    block_bytes = shape.kv_bytes_per_token(dtype_bytes) * block_size
+    weight_bytes = shape.weight_bytes(dtype_bytes)
+    kv_bytes_per_token = shape.kv_bytes_per_token(dtype_bytes, int8=int8_cache)
+    block_bytes = kv_bytes_per_token * block_size
     free = memory_bytes - CUDA_CONTEXT_BYTES - weight_bytes
     usable_blocks = max_batch_size * -(-shape.max_model_len // block_size)
     num_blocks = min(max(0, int(free * KV_SHARE)) // block_bytes, usable_blocks)
@@ -122,7 +137,7 @@ def size(
         kv_bytes=num_blocks * block_bytes,
         step_bytes=step_bytes,
         left_bytes=left_bytes,
-        kv_bytes_per_token=shape.kv_bytes_per_token(dtype_bytes),
+        kv_bytes_per_token=kv_bytes_per_token,
         block_bytes=block_bytes,
         num_blocks=num_blocks,
         num_tokens=num_blocks * block_size,
@@ -140,16 +155,17 @@ def _lengths(max_model_len: int) -> list[int]:
     return [*lengths, max_model_len]
 
 
-def read_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
+def read_shape(model: str, *, int8_weights: bool = False, trust_remote_code: bool = False) -> ModelShape:
     """The shape of a folder, hub id, ``.gguf`` file or ``demo``; loads no weights.
 
-    Raises `ModelUnavailable` where there is no such model, or none that transformers knows.
+    Raises `ModelUnavailable` where there is no such model, none that transformers knows, or none whose weights are stored in int8.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from producer.errors import ModelUnavailable
     from worker.engine.model_loader import local_model_path
+    from worker.engine.quantization import linear_layers
 
     path = local_model_path(model)
     try:
@@ -158,4 +174,6 @@ def read_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
             skeleton: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(f"model {model}: {error}") from error
-    return ModelShape.of(config.get_text_config(decoder=True), sum(parameter.numel() for parameter in skeleton.parameters()))
+    num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    num_int8 = sum(linear.weight.numel() for linear in linear_layers(skeleton).values()) if int8_weights else 0
+    return ModelShape.of(config.get_text_config(decoder=True), num_parameters, num_int8)

@@ -30,6 +30,7 @@ def main() -> None:
         options.model,
         dtype=options.dtype,
         quantization=options.quantization,
+        kv_dtype=options.kv_dtype,
         max_batch_size=options.max_batch_size,
         max_batch_tokens=options.max_batch_tokens,
         enable_prefix_caching=False,
@@ -45,6 +46,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--count", type=int, help="only the first so many requests")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-batch-size", type=int, default=128)

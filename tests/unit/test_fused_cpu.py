@@ -49,9 +49,9 @@ def make_model(name: str) -> Any:
     return tiny_model(name.split(maxsplit=1)[0].rstrip(","), **{**SIZES, **ARCHITECTURES[name]}).bfloat16()
 
 
-def make_decoder(model: Any, num_blocks: int = 40) -> FusedDecoder:
+def make_decoder(model: Any, num_blocks: int = 40, cache_dtype: torch.dtype = torch.bfloat16) -> FusedDecoder:
     layers = list(discover_layers(model, 512).values())
-    caches = KVCache(layers, num_blocks, 16, torch.bfloat16, torch.device("cpu")).layers
+    caches = KVCache(layers, num_blocks, 16, cache_dtype, torch.device("cpu")).layers
     decoder = fuse(model, model.config, layers, caches, 512)
     assert decoder is not None
     return decoder
@@ -119,6 +119,14 @@ def test_weights_in_int8_are_no_further_from_the_same_in_float32(name: str) -> N
     model = make_model(name)
     quantize_linears(model)
     check(model, make_decoder(model))
+
+
+@torch.inference_mode()
+def test_a_cache_of_int8_costs_little() -> None:
+    model = make_model("llama")
+    sequences = [torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(1)) for length in (4, 256)]
+    expected, ours = (run_rounds(make_decoder(model, cache_dtype=dtype), sequences)[0] for dtype in (torch.bfloat16, torch.int8))
+    assert all(0 < error(a, b) < 0.03 for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")

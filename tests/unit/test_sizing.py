@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from producer.errors import ModelUnavailable
 from worker.cli_size import size as size_command
-from worker.engine.attention.layers import discover_layers
+from worker.engine.attention.layers import AttentionLayer, discover_layers
 from worker.engine.kv_cache import block_bytes
 from worker.sizing import CUDA_CONTEXT_BYTES, GIB, ModelShape, read_shape, size
 
@@ -106,6 +106,35 @@ def test_other_architectures_are_counted_as_they_are_loaded(config: Any, tmp_pat
     assert shape.num_parameters == model.num_parameters()
     layers = list(discover_layers(model.eval(), 64).values())
     assert shape.kv_bytes_per_token(4) * 16 == block_bytes(layers, 16, torch.float32)
+
+
+@pytest.mark.parametrize(("config", "tied"), [(LLAMA_3_8B, False), (QWEN_3_06B, True)], ids=["llama-3-8b", "qwen3-0.6b"])
+def test_int8_is_counted_as_it_is_stored(config: Any, tied: bool, tmp_path: Path) -> None:
+    folder = saved(config, tmp_path)
+    plain, int8 = (read_shape(folder, int8_weights=wanted) for wanted in (False, True))
+    embedding = config.vocab_size * config.hidden_size
+    norms = plain.num_parameters - int8.num_int8 - (0 if tied else embedding)
+    assert 0 < norms < 400_000
+    assert int8.weight_bytes(2) == int8.num_int8 + 2 * (int8.num_parameters - int8.num_int8 + (embedding if tied else 0))
+    assert int8.kv_bytes_per_token(2, int8=True) == config.num_hidden_layers * 8 * 2 * (128 + 4)
+
+
+def test_int8_is_counted_as_the_engine_counts_it() -> None:
+    shape = read_shape("demo")
+    layers = [
+        AttentionLayer(
+            name="a", num_heads=9, num_kv_heads=3, head_dim=64, value_dim=64, scale=1.0, window=None, softcap=None, has_sinks=False
+        )
+    ] * 30
+    assert shape.kv_bytes_per_token(2, int8=True) * 16 == block_bytes(layers, 16, torch.int8)
+
+
+def test_weights_that_the_engine_would_not_store_in_int8_are_not_counted_so(tmp_path: Path) -> None:
+    config = MixtralConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=64)
+    arguments = ["--model", saved(config, tmp_path), "--gpu-memory", "4GiB", "--quantization", "int8"]
+    refused = CliRunner().invoke(size_command, arguments)
+    assert refused.exit_code == 1
+    assert "quantization int8: only" in refused.stderr
 
 
 def test_the_cache_never_has_more_blocks_than_a_full_batch_of_full_contexts_can_use() -> None:

@@ -53,6 +53,7 @@ _WARMUP_TOKENS = 16
 @click.option("--model", default="demo", show_default=True, help="Model folder, GGUF file, hub id, or demo.")
 @click.option("--dtype", default="auto", show_default=True, help="auto: what each engine computes fast in on this device.")
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="Of Headrace's weights.")
+@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Of Headrace's KV cache.")
 @click.option("--max-batch-size", default=128, show_default=True, type=click.IntRange(1))
 @click.option(
     "--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Tokens a step; vLLM keeps its own default."
@@ -148,7 +149,7 @@ def _title(workload: str, count: int | None, scenarios: Sequence[Scenario]) -> s
 
 def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None, scenarios: Sequence[Scenario]) -> EngineSpec:
     model = {key: options[key] for key in ("model", "dtype")}
-    ours = {key: options[key] for key in ("quantization", "max_batch_size", "max_batch_tokens")}
+    ours = {key: options[key] for key in ("quantization", "kv_dtype", "max_batch_size", "max_batch_tokens")}
     ours |= model | {"enable_prefix_caching": False}
     match name:
         case "queue":

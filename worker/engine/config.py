@@ -10,6 +10,7 @@ from typing import Literal, get_args
 Policy = Literal["continuous", "static"]
 Attention = Literal["auto", "torch", "flashinfer"]
 Quantization = Literal["none", "int8"]
+KVDtype = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class EngineConfig:
         dtype: ``auto`` takes bfloat16 where the model is computed fast in it, else float32.
         quantization: ``int8`` stores the weights of linear layers so, a scale an output; what they compute stays in ``dtype``.
             Of no effect on a model that is given to the engine in memory.
+        kv_dtype: ``auto`` keeps keys and values in ``dtype``; ``int8`` keeps them so, a scale a token and head.
         max_batch_size: most requests in one step.
         max_batch_tokens: most tokens computed in one step, decodes and prefill chunks together.
         max_model_len: context limit in tokens; None takes the model's.
@@ -49,6 +51,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: Quantization = "none"
+    kv_dtype: KVDtype = "auto"
     max_batch_size: int = 100
     max_batch_tokens: int = 512
     max_model_len: int | None = None
@@ -70,7 +73,7 @@ class EngineConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (("quantization", Quantization),):
+        for name, kind in (("quantization", Quantization), ("kv_dtype", KVDtype)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}")
         for name, low in (("max_batch_size", 1), ("max_batch_tokens", 1), ("block_size", 1), ("cpu_swap_blocks", 0)):

@@ -14,6 +14,7 @@ from producer.errors import ModelUnavailable
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.config import EngineConfig
 from worker.engine.native import memory
+from worker.engine.quantization import SCALE_BYTES
 from worker.engine.request import StepPlan
 
 _CPU_DEFAULT_BYTES = 1 << 30
@@ -24,6 +25,7 @@ _GPU_SHARE = 0.9
 class KVCache:
     """K and V of every layer: ``[num_blocks, num_kv_heads, block_size, head_dim]``, zeros at first.
 
+    In int8 a token's row is `SCALE_BYTES` longer: its scale lies in the block, so whoever copies blocks copies scales.
     Blocks are counted over all layers together: block 7 of a request is block 7 in every layer.
 
     Args:
@@ -63,7 +65,13 @@ class KVCache:
 
 def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    return sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers) * block_size * dtype.itemsize
+    elements = sum(layer.num_kv_heads * (_width(layer.head_dim, dtype) + _width(layer.value_dim, dtype)) for layer in layers)
+    return elements * block_size * dtype.itemsize
+
+
+def _width(dim: int, dtype: torch.dtype) -> int:
+    """Elements of a token's row in the cache."""
+    return dim + SCALE_BYTES if dtype == torch.int8 else dim
 
 
 def choose_num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int, device: torch.device, max_model_len: int) -> int:
@@ -119,7 +127,7 @@ def _allocate(
     layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
     def zeros(layer: AttentionLayer, dim: int) -> Tensor:
-        shape = (num_blocks, layer.num_kv_heads, block_size, dim)
+        shape = (num_blocks, layer.num_kv_heads, block_size, _width(dim, dtype))
         if device.type == "cpu" and not pinned:
             return memory.zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)

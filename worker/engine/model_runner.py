@@ -15,7 +15,7 @@ from worker.engine.attention import cpu_backend, flashinfer_backend, torch_backe
 from worker.engine.attention.interface import AttentionBackend, PagedContext, paged_context
 from worker.engine.attention.layers import AttentionLayer, discover_layers, step_memory_bytes
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.config import Attention, EngineConfig
+from worker.engine.config import EngineConfig
 from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.fused.decoder import FusedDecoder, fuse
 from worker.engine.input_batch import InputBatch, StepInputs
@@ -67,11 +67,12 @@ class ModelRunner:
         self._model.get_decoder().register_forward_hook(self._keep_hidden)
         modules = discover_layers(loaded.model, loaded.max_model_len)
         self.layers = list(modules.values())
+        self._cache_dtype = torch.int8 if config.kv_dtype == "int8" else loaded.dtype
         self.num_blocks = self._choose_num_blocks(config)
         self.num_cpu_blocks = config.cpu_swap_blocks
-        self.cache = KVCache(self.layers, self.num_blocks, config.block_size, loaded.dtype, loaded.device, config.cpu_swap_blocks)
+        self.cache = KVCache(self.layers, self.num_blocks, config.block_size, self._cache_dtype, loaded.device, config.cpu_swap_blocks)
         self._caches = dict(zip(modules, self.cache.layers, strict=True))
-        self._backend = choose_backend(loaded, self.layers, config.block_size, config.attention)
+        self._backend = choose_backend(loaded, self.layers, config)
         self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
         self._inputs = self._make_inputs(config)
         self._sampler = Sampler()
@@ -121,7 +122,7 @@ class ModelRunner:
         step_bytes = 0
         if device.type == "cuda":
             step_bytes = step_memory_bytes(self._model, config.max_batch_tokens, config.max_batch_size, max_model_len)
-        bytes_per_block = block_bytes(self.layers, config.block_size, self._loaded.dtype)
+        bytes_per_block = block_bytes(self.layers, config.block_size, self._cache_dtype)
         return choose_num_blocks(config, bytes_per_block, free_memory_bytes(device) - step_bytes, device, max_model_len)
 
     def free_unused_weights(self) -> None:
@@ -161,6 +162,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             max_tokens=config.max_batch_tokens,
             max_model_len=self._loaded.max_model_len,
+            int8_cache=self._cache_dtype == torch.int8,
         )
         self.cache.clear(num_blocks)
 
@@ -212,18 +214,20 @@ class ModelRunner:
         self._hidden = output.last_hidden_state[0]
 
 
-def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], block_size: int, wanted: Attention = "auto") -> AttentionBackend:
+def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], config: EngineConfig) -> AttentionBackend:
     """The attention backend that is wanted; by default the fastest of ours that serves every layer.
 
     Raises:
-        ModelUnavailable: it is not installed, or does not serve the model.
+        ModelUnavailable: it is not installed, or does not serve the model or the cache's dtype.
     """
-    device = loaded.device
+    device, wanted = loaded.device, config.attention
+    if config.kv_dtype == "int8" and wanted != "torch" and (wanted == "flashinfer" or device.type == "cuda"):
+        raise ModelUnavailable("kv_dtype int8: of the kernels for this device only attention torch reads such a cache")
     if wanted == "flashinfer":
         if not flashinfer_backend.supports(layers, loaded.dtype, device):
             raise ModelUnavailable("attention: flashinfer is not installed, or has no kernels for this model and device")
         return flashinfer_backend.FlashInferAttention(device)
-    if wanted == "auto" and device.type == "cpu" and _cpu_kernels_serve(layers, loaded.dtype, block_size):
+    if wanted == "auto" and device.type == "cpu" and _cpu_kernels_serve(layers, loaded.dtype, config.block_size):
         return cpu_backend.CpuAttention()
     triton_attention = _triton_attention()
     if wanted == "auto" and device.type == "cuda" and triton_attention is not None:

@@ -26,6 +26,7 @@ _ALIBI_MODELS = frozenset({"bloom", "mpt"})
 _TAIL = 12  # positions compared, the last of each sequence
 _LONGEST_WINDOW = 256  # that the sequences are made longer than; the masks of longer ones are compared in `attention.layers`
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_INT8_CACHE_TOLERANCE = 2e-1
 _QUANTILE = 0.75  # of the rows must agree: a router's near tie may tip either way
 
 Forward = Callable[[StepInputs, Tensor], Tensor]
@@ -80,7 +81,15 @@ def _refusal(config: Any, reason: str) -> ModelUnavailable:
 
 @torch.inference_mode()
 def check_numbers(
-    model: Any, forward: Forward, layers: Sequence[AttentionLayer], *, block_size: int, num_blocks: int, max_tokens: int, max_model_len: int
+    model: Any,
+    forward: Forward,
+    layers: Sequence[AttentionLayer],
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_tokens: int,
+    max_model_len: int,
+    int8_cache: bool = False,
 ) -> None:
     """Compare logits of two sequences, computed in chunks and mixed over the paged cache, with those of the model's own attention.
 
@@ -89,6 +98,7 @@ def check_numbers(
     Args:
         num_blocks: of the cache that may be used.
         max_tokens: most tokens of one step; one sequence alone is tried where that is 1.
+        int8_cache: whether the cache rounds keys and values to int8.
 
     Raises:
         ModelUnavailable: they differ by more than the dtype's rounding explains.
@@ -105,9 +115,10 @@ def check_numbers(
         wanted = torch.tensor([row for part in rows for row in part], dtype=torch.int64, device=model.device)
         for chunk, logits in zip(chunks, forward(step, wanted).split([len(part) for part in rows]), strict=True):
             tails[chunk.request].append(logits)
+    tolerance = max(_TOLERANCE[model.dtype], _INT8_CACHE_TOLERANCE if int8_cache else 0.0)
     for request, tail in tails.items():
         difference = _difference(torch.cat(tail), _own_logits(model, request))
-        if not difference <= _TOLERANCE[model.dtype]:  # so that NaN is refused, too
+        if not difference <= tolerance:  # so that NaN is refused, too
             raise _refusal(model.config, f"over the paged cache its logits differ by {difference:.2g} from those of its own attention")
 
 

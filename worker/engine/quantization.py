@@ -18,6 +18,7 @@ from torch.nn import functional
 from producer.errors import ModelUnavailable
 
 LARGEST_CODE = 127
+SCALE_BYTES = 4
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a row of zeros is divided by something
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")  # a few numbers that choose experts: left as they are
 _LEAST_SHARE = 0.5  # of the decoder's weights that must be in linear layers, or asking for int8 would bring next to nothing
@@ -29,17 +30,29 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise along the last dimension.
 
     Returns:
-        Codes, int8 of the same shape, and scales, float32 ``[..., 1]``. A row with a NaN or an infinity has a scale that is none
-        either, so that all of it reads back as no number.
+        Codes, int8 of the same shape, and scales, float32 ``[..., 1]``. A row with a NaN or an infinity has NaN for its scale, so
+        that all of it reads back as NaN.
     """
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / LARGEST_CODE).clamp_min(_SMALLEST_SCALE)
-    return (x / scale).round().to(torch.int8), scale
+    return (x / scale).nan_to_num(0.0).round().to(torch.int8), scale.where(scale.isfinite(), torch.nan)
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """What the codes stand for, rounded once to ``dtype``."""
     return (codes * scale).to(dtype)
+
+
+def with_scale(x: Tensor) -> Tensor:
+    """Rows ``[..., D]`` quantised, each with its scale behind it: int8 ``[..., D + SCALE_BYTES]``."""
+    codes, scale = quantize_rows(x)
+    return torch.cat([codes, scale.view(torch.int8)], -1)
+
+
+def without_scale(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rows of `with_scale` stand for, ``[..., D]``."""
+    codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
+    return dequantize(codes, scale.contiguous().view(torch.float32), dtype)
 
 
 class Int8Linear(nn.Module):
@@ -100,14 +113,20 @@ def quantize_linears(model: Any) -> None:
     Raises:
         ModelUnavailable: most of its weights are elsewhere (experts, convolutions), or a weight is no finite number.
     """
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and not _ROUTER.search(name)}
-    _check_share(model, linears)
+    linears = linear_layers(model)
     for name, linear in linears.items():
         quantized = Int8Linear(linear)
         if not quantized.scale.isfinite().all():
             raise ModelUnavailable(f"quantization int8: the weight of {name} has numbers that are not finite")
         model.set_submodule(name, quantized)
     log.info("weights are int8", layers=len(linears))
+
+
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """The layers of a ``...ForCausalLM`` that are quantised, by name. Raises `ModelUnavailable` where that is too few of them."""
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and not _ROUTER.search(name)}
+    _check_share(model, linears)
+    return linears
 
 
 def _check_share(model: Any, linears: dict[str, nn.Linear]) -> None:

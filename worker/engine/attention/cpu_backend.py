@@ -1,7 +1,7 @@
 """Attention on the CPU in C, straight through block tables: one call a layer writes the cache and attends.
 
 The cache keeps its shape ``[num_blocks, num_kv_heads, block_size, head_dim]``; inside a (block, head) the
-elements lie in the order that the kernels want (``native/attention.h``), so only this backend may read it,
+elements lie in the order that the kernels want (``native/attention.h``, ``native/int8_cache.h``), so only this backend may read it,
 and anybody may copy whole blocks.
 """
 
@@ -49,9 +49,9 @@ class CpuAttention:
     ) -> torch.Tensor:
         """Write this step's keys and values, then attend: ``[T, Hq, D]`` in, ``[T, Hq, Dv]`` out."""
         query, key, value = (_dense_heads(x) for x in (query, key, value))
-        out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         sinks = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
-        layer = _layer(query, k_cache, v_cache, scale, window, softcap, sinks)
+        layer = _layer(query, value.shape[2], k_cache, v_cache, scale, window, softcap, sinks)
         batch = self._batch_of(meta, query.shape[0])
         threads = torch.get_num_threads()
         workspace = self._workspace_for(layer, batch, threads)
@@ -91,6 +91,7 @@ def batch_struct(meta: StepMetadata, num_tokens: int) -> BatchStruct:
 
 def _layer(
     query: torch.Tensor,
+    value_dim: int,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     scale: float,
@@ -100,8 +101,9 @@ def _layer(
 ) -> LayerStruct:
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
-    assert query.dtype == k_cache.dtype == v_cache.dtype
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    assert k_cache.dtype == v_cache.dtype
+    assert k_cache.dtype in (query.dtype, torch.int8)
+    _, num_kv_heads, block_size, _ = k_cache.shape
     return LayerStruct(
         k_cache.data_ptr(),
         v_cache.data_ptr(),
@@ -109,12 +111,13 @@ def _layer(
         DTYPE_CODES[query.dtype],
         query.shape[1],
         num_kv_heads,
-        head_dim,
-        v_cache.shape[3],
+        query.shape[2],
+        value_dim,
         block_size,
         window or 0,
         scale,
         softcap or 0.0,
+        k_cache.dtype == torch.int8,
     )
 
 

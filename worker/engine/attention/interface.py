@@ -28,7 +28,8 @@ class AttentionBackend(Protocol):
     Args:
         query: ``[T, Hq, D]``; key ``[T, Hkv, D]``; value ``[T, Hkv, Dv]``; tokens and heads may be strided.
         k_cache: ``[num_blocks, Hkv, block_size, D]``; v_cache alike with ``Dv``. How a backend arranges the inside of one
-            (block, head) is its own affair; anyone may copy whole blocks.
+            (block, head) is its own affair; anyone may copy whole blocks. A cache of int8 has rows of ``D + 4`` bytes: each token
+            and head's codes and their scale (`quantization`).
         scale: factor on the scores.
         window: keys that a query sees, its own counted; None for all.
         softcap: scores become ``softcap * tanh(score / softcap)``.

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from worker.engine.attention.metadata import StepMetadata
+from worker.engine.quantization import with_scale, without_scale
 
 _GATHERED_ELEMENTS = 1 << 25  # of K that one batch of decodes may gather at once
 
@@ -37,7 +38,7 @@ def attend(
     for rows, tokens in _groups(meta, k_cache):
         grouped = query[tokens].unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2)
         tables, unused, visible = _visibility(meta, rows, grouped.shape[2], window)
-        keys, values = (_gather(cache, tables, unused) for cache in (k_cache, v_cache))
+        keys, values = (_gather(cache, tables, unused, query.dtype) for cache in (k_cache, v_cache))
         attended = _attention(grouped, keys, values, visible, scale, softcap, sinks)
         out[tokens] = attended.transpose(1, 2).flatten(0, 1)
     return out
@@ -51,8 +52,8 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, meta:
         slots = meta.slot_mapping[tokens]
         where = meta.scratch["slots"] = tokens, slots // meta.block_size, slots % meta.block_size
     tokens, blocks, offsets = where
-    k_cache[blocks, :, offsets] = key[tokens]
-    v_cache[blocks, :, offsets] = value[tokens]
+    for cache, rows in ((k_cache, key[tokens]), (v_cache, value[tokens])):
+        cache[blocks, :, offsets] = with_scale(rows) if cache.dtype == torch.int8 else rows
 
 
 def _groups(meta: StepMetadata, k_cache: Tensor) -> list[tuple[slice, slice]]:
@@ -93,9 +94,10 @@ def _visibility(meta: StepMetadata, rows: slice, query_len: int, window: int | N
     return found
 
 
-def _gather(cache: Tensor, tables: Tensor, unused: Tensor) -> Tensor:
+def _gather(cache: Tensor, tables: Tensor, unused: Tensor, dtype: torch.dtype) -> Tensor:
     """``[b, Hkv, S, D]``: the slots of these blocks in order, zeros in the unused ones."""
-    return cache[tables].transpose(1, 2).flatten(2, 3).masked_fill(unused, 0)
+    slots = cache[tables].transpose(1, 2).flatten(2, 3)
+    return (without_scale(slots, dtype) if cache.dtype == torch.int8 else slots).masked_fill(unused, 0)
 
 
 def _attention(

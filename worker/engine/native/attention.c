@@ -3,9 +3,11 @@
  * (Kwon et al., PagedAttention, 2023). Scores are kept in units of log2, so that 2**x serves.
  */
 #include "attention_kernels.h"
+#include "int8_cache.h"
 #include "softmax.h"
 
 #define SPAN_GROUPS (SPAN / GROUP)
+#define ROOM_GROUPS 8 /* groups of an int8 cache that are made into the kernels' dtype together: they fit the first cache */
 
 struct attn_scratch {
     struct softmax softmax;
@@ -13,7 +15,7 @@ struct attn_scratch {
     const void *groups[SPAN_GROUPS];    /* what a kernel is given of them */
     _Alignas(CACHE_LINE) float scores[MAX_ROWS * SPAN_STRIDE];
     _Alignas(CACHE_LINE) float weights[MAX_ROWS * SPAN_STRIDE]; /* of the cache's dtype, so half as many bytes in bfloat16 */
-    /* then: query rows, output rows, the values of a few tokens */
+    /* then: query rows, output rows, the values of a few tokens, groups made of an int8 cache */
 };
 
 /* What one thread needs while it computes one item. */
@@ -24,9 +26,10 @@ struct attn_tile {
     struct attn_shape shape;
     int size, group, num_rows;         /* bytes of an element; heads that share a KV head; rows of the tile */
     int first_query, first_position;   /* of the sequence's rows in this step */
+    int64_t key_row, value_row;        /* bytes of a token's in the cache */
     int64_t key_bytes, value_bytes;    /* from a KV head's part of a block to the next one's */
     struct attn_scratch *scratch;
-    char *query, *tail;                /* query rows; the last tokens' values, cleaned */
+    char *query, *tail, *room;         /* query rows; the last tokens' values, cleaned; groups of an int8 cache */
     float *out;
 };
 
@@ -44,10 +47,16 @@ static struct attn_shape shape_of(const struct attn_layer *layer) {
 static int64_t query_tile_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_ROWS * s->q_stride * size_of(s->dtype)); }
 static int64_t output_tile_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_ROWS * s->o_stride * sizeof(float)); }
 
+static int64_t tail_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_DEPTH * s->v_dim * size_of(s->dtype)); }
+
+static int64_t room_bytes(const struct attn_layer *layer) {
+    int dim = max_int(layer->head_dim, layer->v_dim);
+    return layer->int8_cache ? attn_align((int64_t)ROOM_GROUPS * GROUP * dim * size_of(layer->dtype)) : 0;
+}
+
 int64_t attn_scratch_bytes(const struct attn_layer *layer) {
     struct attn_shape s = shape_of(layer);
-    return attn_align(sizeof(struct attn_scratch)) + query_tile_bytes(&s) + output_tile_bytes(&s) +
-           attn_align((int64_t)MAX_DEPTH * s.v_dim * size_of(s.dtype));
+    return attn_align(sizeof(struct attn_scratch)) + query_tile_bytes(&s) + output_tile_bytes(&s) + tail_bytes(&s) + room_bytes(layer);
 }
 
 /* ---- rows ---- */
@@ -100,16 +109,37 @@ static int find_groups(const struct attn_tile *t, int begin, int end) {
     for (int g = 0; g < num_groups; g++) {
         int token = begin + g * GROUP, block = token / block_size;
         int64_t row = ((int64_t)table[block] * layer->num_kv_heads + t->item->kv_head) * block_size + (token - block * block_size);
-        t->scratch->blocks[0][g] = (const char *)layer->k_cache + row * layer->head_dim * t->size;
-        t->scratch->blocks[1][g] = (const char *)layer->v_cache + row * layer->v_dim * t->size;
+        t->scratch->blocks[0][g] = (const char *)layer->k_cache + row * t->key_row;
+        t->scratch->blocks[1][g] = (const char *)layer->v_cache + row * t->value_row;
     }
     return num_groups;
 }
 
-/* Pointers to the keys of groups [first, last) of one KV head of the item, the last one repeated. */
+/* A group of keys as the kernels read it: where it lies, or made in the room's place `index`. */
+static const void *keys_at(const struct attn_tile *t, const char *group, int index) {
+    if (!t->layer->int8_cache) return group;
+    char *made = t->room + (int64_t)index * GROUP * t->layer->head_dim * t->size;
+    int8_read_keys((const int8_t *)group, t->layer->head_dim, t->layer->dtype, made);
+    return made;
+}
+
+/* Likewise, the values of `depth` tokens. */
+static const void *values_at(const struct attn_tile *t, const char *groups, int index) {
+    if (!t->layer->int8_cache) return groups;
+    int64_t bytes = (int64_t)GROUP * t->layer->v_dim * t->size;
+    int count = t->shape.depth / GROUP;
+    char *made = t->room + index * count * bytes;
+    for (int i = 0; i < count; i++)
+        int8_read_values((const int8_t *)groups + i * GROUP * t->value_row, t->layer->v_dim, t->layer->dtype, made + i * bytes);
+    return made;
+}
+
+/* The keys of groups [first, last) of one KV head of the item, the last one repeated. */
 static const void *const *keys_of(const struct attn_tile *t, int head, int first, int last) {
-    for (int i = 0; i < GROUPS_AT_ONCE; i++) t->scratch->groups[i] = t->scratch->blocks[0][min_int(first + i, last - 1)] + head * t->key_bytes;
-    return t->scratch->groups;
+    const void **groups = t->scratch->groups;
+    for (int i = 0; i < last - first; i++) groups[i] = keys_at(t, t->scratch->blocks[0][first + i] + head * t->key_bytes, i);
+    for (int i = last - first; i < GROUPS_AT_ONCE; i++) groups[i] = groups[last - first - 1];
+    return groups;
 }
 
 /* A copy of values with tokens from `valid` on set to zero: what lies there may be anything, NaN too. */
@@ -154,16 +184,21 @@ static void score_span(const struct attn_tile *t, int num_groups) {
     }
 }
 
+/* Weighs the values of the span's tokens [begin, end) for one KV head of the item; begin is a multiple of the depth. */
+static void weigh_head(const struct attn_tile *t, int head, int begin, int end) {
+    int num_rows = t->item->num_rows, depth = t->shape.depth, count = (end - begin + depth - 1) / depth;
+    const void **values = t->scratch->groups;
+    for (int i = 0; i < count; i++) values[i] = values_at(t, t->scratch->blocks[1][(begin + i * depth) / GROUP] + head * t->value_bytes, i);
+    if (end % depth) values[count - 1] = clean_tail(t, values[count - 1], end % depth);
+    const char *weights = (const char *)t->scratch->weights + ((int64_t)head * num_rows * SPAN_STRIDE + begin) * t->size;
+    attn_values(&t->shape, weights, num_rows, values, count, t->out + head * num_rows * t->shape.o_stride);
+}
+
 /* Weighs the values of the span's first `length` tokens. */
 static void weigh_values(const struct attn_tile *t, int length) {
-    int num_rows = t->item->num_rows, depth = t->shape.depth, count = (length + depth - 1) / depth;
-    for (int h = 0; h < t->item->num_kv_heads; h++) {
-        const void **values = t->scratch->groups;
-        for (int i = 0; i < count; i++) values[i] = t->scratch->blocks[1][i * depth / GROUP] + h * t->value_bytes;
-        if (length % depth) values[count - 1] = clean_tail(t, values[count - 1], length % depth);
-        attn_values(&t->shape, (const char *)t->scratch->weights + (int64_t)h * num_rows * SPAN_STRIDE * t->size, num_rows, values, count,
-                    t->out + h * num_rows * t->shape.o_stride);
-    }
+    int step = t->layer->int8_cache ? ROOM_GROUPS * GROUP : SPAN;
+    for (int h = 0; h < t->item->num_kv_heads; h++)
+        for (int begin = 0; begin < length; begin += step) weigh_head(t, h, begin, min_int(begin + step, length));
 }
 
 static void attend_span(const struct attn_tile *t, int begin, int end) {
@@ -226,11 +261,14 @@ static struct attn_tile tile_of(const struct attn_layer *layer, const struct att
     char *scratch = plan->scratch + tid * plan->scratch_bytes;
     struct attn_tile t = {.layer = layer, .batch = batch, .shape = shape_of(layer), .size = size_of(layer->dtype),
                           .group = layer->num_heads / layer->num_kv_heads, .scratch = (struct attn_scratch *)scratch};
-    t.key_bytes = (int64_t)layer->block_size * layer->head_dim * t.size;
-    t.value_bytes = (int64_t)layer->block_size * layer->v_dim * t.size;
+    t.key_row = cache_row_bytes(layer, layer->head_dim);
+    t.value_row = cache_row_bytes(layer, layer->v_dim);
+    t.key_bytes = layer->block_size * t.key_row;
+    t.value_bytes = layer->block_size * t.value_row;
     t.query = scratch + attn_align(sizeof *t.scratch);
     t.out = (float *)(t.query + query_tile_bytes(&t.shape));
     t.tail = (char *)t.out + output_tile_bytes(&t.shape);
+    t.room = t.tail + tail_bytes(&t.shape);
     return t;
 }
 

@@ -4,7 +4,8 @@
  *   keys    bfloat16 [group][head_dim / 2][16 tokens][2 dims]     float32 [group][head_dim][16 tokens]
  *   values  bfloat16 [group][8][v_dim][2 tokens]                  float32 [group][16 tokens][v_dim]
  * so that a group of keys is the second operand of a tile product over dims, and a group of values, or two that lie
- * in a block together, the one over tokens. Only the inside of a (block, head) is permuted: copying whole blocks needs no knowledge of it.
+ * in a block together, the one over tokens. A cache of int8 is laid out in int8_cache.h; its groups are made into groups as above
+ * before the kernels read them. Only the inside of a (block, head) is permuted: copying whole blocks needs no knowledge of it.
  */
 #ifndef HEADRACE_ATTENTION_H
 #define HEADRACE_ATTENTION_H
@@ -30,6 +31,7 @@ struct attn_layer {
     int32_t window; /* keys at position > query - window; 0: all */
     float scale;
     float softcap; /* 0: none */
+    int32_t int8_cache; /* the cache holds int8, whatever dtype attention computes in */
 };
 
 /* One step. Mirrored by `BatchStruct` in library.py. */

@@ -1,5 +1,5 @@
 /* Keys and values of a step into the packed cache (layout: attention.h). */
-#include "attention.h"
+#include "int8_cache.h"
 
 /* Where a token lies: its group within (block, head), and its place in the group. */
 struct place { int64_t group_row; int token; };
@@ -23,12 +23,21 @@ static void write_f32(const struct attn_layer *layer, struct place at, const flo
     memcpy((float *)layer->v_cache + (at.group_row + at.token) * layer->v_dim, value, (size_t)layer->v_dim * sizeof *value);
 }
 
+static void write_int8(const struct attn_layer *layer, struct place at, const void *key, const void *value) {
+    int8_t *keys = (int8_t *)layer->k_cache + at.group_row * cache_row_bytes(layer, layer->head_dim);
+    int8_t *values = (int8_t *)layer->v_cache + at.group_row * cache_row_bytes(layer, layer->v_dim);
+    int8_write_key(keys, at.token, key, layer->head_dim, layer->dtype);
+    int8_write_value(values, at.token, value, layer->v_dim, layer->dtype);
+}
+
 static void write_token(const struct attn_layer *layer, int64_t slot, const void *key, const void *value) {
     for (int head = 0; head < layer->num_kv_heads; head++) {
         struct place at = place_of(layer, slot, head);
-        int64_t k = (int64_t)head * layer->head_dim, v = (int64_t)head * layer->v_dim;
-        if (layer->dtype == DTYPE_F32) write_f32(layer, at, (const float *)key + k, (const float *)value + v);
-        else write_bf16(layer, at, (const bf16 *)key + k, (const bf16 *)value + v);
+        int64_t size = layer->dtype == DTYPE_F32 ? sizeof(float) : sizeof(bf16);
+        const void *k = (const char *)key + head * layer->head_dim * size, *v = (const char *)value + head * layer->v_dim * size;
+        if (layer->int8_cache) write_int8(layer, at, k, v);
+        else if (layer->dtype == DTYPE_F32) write_f32(layer, at, k, v);
+        else write_bf16(layer, at, k, v);
     }
 }
 

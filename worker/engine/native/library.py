@@ -33,6 +33,7 @@ class LayerStruct(ctypes.Structure):
         ("window", _INT32),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
+        ("int8_cache", _INT32),
     ]
 
 
