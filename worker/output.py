@@ -1,7 +1,8 @@
 """The thread between the engine and the callers: tokens become text, frames and final replies.
 
 It never holds the engine up: outputs pile up in its inbox, and each round takes all that piled up since the last one, as one
-frame a request. What Redis does not take now is kept and sent again until it stands there or is no longer ours.
+frame a request. What Redis does not take now is kept and sent again until it stands there or is no longer ours. It may take
+one thing and refuse another (in a full memory a final reply has room, a frame has not): only what it refuses waits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
+from redis.exceptions import ResponseError
 
 from producer.errors import HeadraceError, InternalError, error_from_code
 from producer.wire import Result
@@ -24,7 +26,7 @@ from worker.metrics import WorkerMetrics
 from worker.outputs import Output
 from worker.registry import ActiveRequest, Registry
 from worker.stream.delivery import Settlement, TokensFrame
-from worker.stream.ledger import Ledger, Outcome
+from worker.stream.ledger import Ledger, Outcome, Settled
 from worker.stream.trouble import TROUBLE, Outage, Trouble
 
 ROUND_SETTLEMENTS = 64  # final replies in one round trip
@@ -71,12 +73,15 @@ class Publisher:
         self._config = config
         self._ledger = ledger
         self._registry = registry
-        self._trouble = Trouble(outage)
+        self._trouble = Trouble(outage)  # Redis cannot be asked
+        self._frames_trouble = Trouble(outage)  # it refuses frames
+        self._ending_trouble = Trouble(outage)  # it refuses some of the endings
         self._metrics = metrics
         self._loop = loop
         self._arrived = threading.Condition()
         self._events: list[Event] = []
         self._ending: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
+        self._refused: dict[ActiveRequest, None] = {}  # have one that Redis refused, the one refused longest ago first
         self._unpublished: dict[ActiveRequest, None] = {}
         self._release: Release | None = None
         self._stopping = False
@@ -125,8 +130,8 @@ class Publisher:
             self._arrived.notify()
         self._thread.join()
         deadline_s = time.monotonic() + HAND_BACK_S
-        while not self._handed_back(crashed=crashed) and time.monotonic() < deadline_s:
-            time.sleep(min(self._trouble.pause_s, 0.2))
+        while not (self._handed_back(crashed=crashed) and not self._refused) and time.monotonic() < deadline_s:
+            time.sleep(min(max(self._trouble.pause_s, self._ending_trouble.pause_s), 0.2))
 
     def _run(self) -> None:
         while self._round():
@@ -141,18 +146,21 @@ class Publisher:
         for event in events:
             self._absorb(event)
         if self._trouble.ready:
-            self._write(self._frames(everything=False))
+            self._write(self._frames(everything=False), self._due_endings())
         if self._release is not None and self._trouble.ready and self._handed_back(crashed=False, running_only=True):
             self._release.done.set()
             self._release = None
         return not last
 
     def _wait_s(self) -> float:
-        if not (self._ending or self._unpublished or self._release):
+        if not (self._ending or self._refused or self._unpublished or self._release):
             return IDLE_S
         if not self._trouble.ready:
             return self._trouble.pause_s
-        return 0.0 if self._ending else min((self._due_in_s(active) for active in self._unpublished), default=IDLE_S)
+        if self._ending:
+            return 0.0
+        frames_s = min((self._due_in_s(active) for active in self._unpublished), default=IDLE_S)
+        return min(max(frames_s, self._frames_trouble.pause_s), self._ending_trouble.pause_s if self._refused else IDLE_S)
 
     # What came in
 
@@ -240,26 +248,52 @@ class Publisher:
 
     def _frames(self, *, everything: bool) -> list[tuple[ActiveRequest, TokensFrame]]:
         self._unpublished = {active: None for active in self._unpublished if self._registry.holds(active)}
+        if not self._frames_trouble.ready:
+            return []
         due = [active for active in self._unpublished if everything or self._due_in_s(active) == 0.0]
         return [(active, _frame(active)) for active in due]
 
-    def _write(self, frames: list[tuple[ActiveRequest, TokensFrame]]) -> bool:
-        ending = list(self._ending)[:ROUND_SETTLEMENTS]
+    def _due_endings(self) -> list[ActiveRequest]:
+        again = self._refused if self._ending_trouble.ready else ()
+        return [*self._ending, *again][:ROUND_SETTLEMENTS]
+
+    def _write(self, frames: list[tuple[ActiveRequest, TokensFrame]], ending: list[ActiveRequest]) -> bool:
+        """Whether Redis could be asked; what it refused is due again after a pause."""
         if not (frames or ending):
             return True
         started_s = time.monotonic()
         try:
-            positions, settled = self._ledger.write([frame for _, frame in frames], [_settlement(active) for active in ending])
+            written = self._ledger.write([frame for _, frame in frames], [_settlement(active) for active in ending])
         except TROUBLE as error:
             self._trouble.hit(error)
             return False
         self._trouble.over()
         self._metrics.redis_round_trip(time.monotonic() - started_s)
-        for (active, _), position in zip(frames, positions, strict=True):
-            self._published(active, position)
-        for active, result in zip(ending, settled, strict=True):
-            self._settled(active, result.outcome, result.published)
+        self._take_settled(ending, written.settled)
+        self._take_positions([active for active, _ in frames], written.positions)
         return True
+
+    def _take_settled(self, ending: list[ActiveRequest], settled: list[Settled | ResponseError]) -> None:
+        for active, result in zip(ending, settled, strict=True):
+            self._ending.pop(active, None)
+            self._refused.pop(active, None)
+            if isinstance(result, ResponseError):
+                self._refused[active] = None
+            else:
+                self._settled(active, result.outcome, result.published)
+        if refusal := next((result for result in settled if isinstance(result, ResponseError)), None):
+            self._ending_trouble.hit(refusal)
+        elif not self._refused:
+            self._ending_trouble.over()
+
+    def _take_positions(self, actives: list[ActiveRequest], positions: list[int | None] | ResponseError) -> None:
+        if isinstance(positions, ResponseError):
+            self._frames_trouble.hit(positions)
+            return
+        for active, position in zip(actives, positions, strict=True):
+            self._published(active, position)
+        if actives or not self._unpublished:
+            self._frames_trouble.over()
 
     def _published(self, active: ActiveRequest, position: int | None) -> None:
         transcript = active.transcript
@@ -277,8 +311,8 @@ class Publisher:
         if outcome == "behind":
             assert active.transcript is not None, "it had a tail"
             active.transcript.stands_published(published)
+            self._ending[active] = None
             return
-        del self._ending[active]
         self._registry.drop(active)
         if outcome == "lost":
             self._metrics.lease_lost()
@@ -293,9 +327,12 @@ class Publisher:
             self._on_end(active, became)
 
     def _handed_back(self, *, crashed: bool, running_only: bool = False) -> bool:
-        """One attempt at writing everything and handing back the rest: all, or those that are in the engine."""
-        while self._ending or self._unpublished:
-            if not self._write(self._frames(everything=True)):
+        """One attempt at writing everything and handing back the rest: all, or those that are in the engine.
+
+        Tokens that Redis refuses are generated again by whoever goes on. What has ended is not handed back.
+        """
+        while any(due := (self._frames(everything=True), self._due_endings())):
+            if not self._write(*due):
                 return False
         held = [active for active in self._registry.all() if active.outcome is None and (active.outputs or not running_only)]
         try:

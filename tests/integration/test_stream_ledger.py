@@ -16,7 +16,7 @@ from producer.wire import Chunk, Result
 from tests.servers import Server
 from tests.workers import QueueView
 from worker.stream.consumer import Consumer, Entry
-from worker.stream.delivery import Delivery
+from worker.stream.delivery import Delivery, Settlement
 from worker.stream.ledger import Begun, Ledger, Settled
 
 BODY = b'{"prompt":"hi"}'
@@ -67,13 +67,21 @@ def bench(any_server: Server, queue: str) -> Iterator[Bench]:
         yield Bench(client, queue)
 
 
-def finish(ledger: Ledger, delivery: Delivery, text: str = "ok") -> Settled:
-    _, (settled,) = ledger.write([], [delivery.finish(Result(id=delivery.request_id, text=text))])
+def settle(ledger: Ledger, settlement: Settlement) -> Settled:
+    (settled,) = ledger.write([], [settlement]).settled
+    assert isinstance(settled, Settled), settled
     return settled
 
 
+def finish(ledger: Ledger, delivery: Delivery, text: str = "ok") -> Settled:
+    return settle(ledger, delivery.finish(Result(id=delivery.request_id, text=text)))
+
+
 def publish(ledger: Ledger, delivery: Delivery, index: int, *tokens: int) -> int | None:
-    (position,), _ = ledger.write([delivery.publish(Chunk("".join(f" {t}" for t in tokens), list(tokens), index))], [])
+    positions = ledger.write([delivery.publish(Chunk("".join(f" {t}" for t in tokens), list(tokens), index))], []).positions
+    if isinstance(positions, redis.ResponseError):
+        raise positions
+    (position,) = positions
     return position
 
 
@@ -165,10 +173,10 @@ def test_tail_is_written_with_the_final_frame_or_not_at_all(bench: Bench) -> Non
     delivery = bench.begun()
     publish(bench.one, delivery, 0, 1)
     result = Result(id="x1", text=" 1 2 3", token_ids=[1, 2, 3])
-    _, (settled,) = bench.one.write([], [delivery.finish(result, delivery.publish(Chunk(" 3", [3], 2)))])
+    settled = settle(bench.one, delivery.finish(result, delivery.publish(Chunk(" 3", [3], 2))))
     assert (settled.outcome, settled.published) == ("behind", 1)
     assert len(bench.view.pending()) == 1
-    _, (settled,) = bench.one.write([], [delivery.finish(result, delivery.publish(Chunk(" 2 3", [2, 3], 1)))])
+    settled = settle(bench.one, delivery.finish(result, delivery.publish(Chunk(" 2 3", [2, 3], 1))))
     assert settled.outcome == "written"
     assert [frame[b"type"] for frame in bench.view.frames("x1")] == [b"tokens", b"tokens", b"final"]
 
@@ -228,7 +236,7 @@ def test_cancelled_request_is_not_run(bench: Bench) -> None:
     bench.put("x1")
     (delivery,) = bench.read()
     assert begin(bench.one, delivery).verdict == "cancelled"
-    _, (settled,) = bench.one.write([], [delivery.fail(Cancelled("cancelled"))])
+    settled = settle(bench.one, delivery.fail(Cancelled("cancelled")))
     assert settled.outcome == "written"
     assert bench.view.state("x1")["status"] == "cancelled"
 
@@ -250,7 +258,7 @@ def test_deadline_that_passed_in_the_queue_is_told_by_redis_time(bench: Bench) -
     bench.put("early", deadline_ms=seconds * 1000 + 60_000)
     late, early = bench.read()
     assert [begun.verdict for begun in bench.one.begin([late, early])] == ["expired", "run"]
-    _, (settled,) = bench.one.write([], [late.fail(DeadlineExceeded("late"))])
+    settled = settle(bench.one, late.fail(DeadlineExceeded("late")))
     assert settled.outcome == "written"
     assert bench.view.state("late")["code"] == "DEADLINE_EXCEEDED"
 
@@ -273,7 +281,7 @@ def test_poisoned_request_is_answered_and_dead_lettered(bench: Bench) -> None:
     for name in ("two", "one", "two"):
         last = bench.stolen_by(name, delivery)
     assert begin(bench.two, last).verdict == "poisoned"
-    _, (settled,) = bench.two.write([], [last.fail(Poisoned("given up"))])
+    settled = settle(bench.two, last.fail(Poisoned("given up")))
     assert settled.outcome == "written"
     (frame,) = bench.view.frames("x1")
     assert decode_error(decode_frame(frame)).code == "POISONED"
@@ -323,6 +331,25 @@ def test_consumer_is_removed_only_without_heartbeat_and_pending_entries(bench: B
     assert "one" not in bench.view.consumers()
 
 
+def test_what_is_refused_keeps_nothing_else_back(bench: Bench) -> None:
+    refused, taken = bench.begun(request_id="x1"), bench.begun(request_id="x2")
+    last_id = f"{2**64 - 1}-{2**64 - 1}"
+    bench.client.xadd(bench.keys.reply("x1"), {"type": "tokens", "tokens": 0}, id=last_id)  # nothing can follow it
+    frames = [delivery.publish(Chunk(" 1", [1], 0)) for delivery in (refused, taken)]
+    written = bench.one.write(frames, [delivery.finish(Result(id=delivery.request_id)) for delivery in (refused, taken)])
+    assert isinstance(written.positions, redis.ResponseError)
+    error, settled = written.settled
+    assert isinstance(error, redis.ResponseError)
+    assert settled == Settled("written", 0)
+    assert [entry["message_id"].decode() for entry in bench.view.pending()] == [refused.entry.id]
+
+
+def test_dead_letters_key_of_another_type_is_not_in_the_way(bench: Bench) -> None:
+    bench.client.set(bench.keys.dead, "not a stream")
+    assert settle(bench.one, bench.begun().fail(Poisoned("given up"))).outcome == "written"
+    assert bench.client.xlen(bench.keys.dead) == 1
+
+
 def test_key_of_another_type_is_not_in_the_way(bench: Bench) -> None:
     delivery = bench.begun()
     bench.client.set(bench.keys.reply("x1"), "not a stream")
@@ -336,7 +363,8 @@ def test_scripts_survive_a_server_that_forgot_them(bench: Bench) -> None:
     delivery = bench.begun()
     bench.client.script_flush()
     frame = delivery.publish(Chunk(" 1", [1], 0))
-    assert bench.one.write([frame], [delivery.finish(Result(id="x1"))])[1][0].outcome == "written"
+    written = bench.one.write([frame], [delivery.finish(Result(id="x1"))])
+    assert (written.positions, written.settled) == ([1], [Settled("written", 1)])
     assert [frame[b"type"] for frame in bench.view.frames("x1")] == [b"tokens", b"final"]
 
 

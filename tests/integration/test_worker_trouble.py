@@ -171,6 +171,38 @@ def test_server_that_refuses_for_a_while(make: Callable[..., Scene], server_kind
     assert scene.generated_twice() == 0
 
 
+def test_what_is_refused_holds_up_no_other_reply_and_no_drain(make: Callable[..., Scene], server_kind: str) -> None:
+    scene = make(server_kind)
+    scene.run_worker(drain_s=0.0)
+    with Client(scene.server.url, queue=scene.queue) as client:
+        streaming = client.submit("streamed", max_tokens=100_000 - 8, stream=True)
+        calls = [client.submit(f"p{i}", max_tokens=300) for i in range(100)]
+        eventually(lambda: len(scene.worker.registry) == 101, "all under way")
+        scene.admin.config_set("maxmemory", "1")  # frames are refused, final replies are not
+        assert [call.result(30).token_ids for call in calls] == [expected_tokens(f"p{i}", 300) for i in range(100)]
+        scene.worker.request_stop()
+        eventually(lambda: streaming.status() == "queued", "handed back")
+
+
+def test_reply_that_redis_never_takes_holds_up_no_other(make: Callable[..., Scene]) -> None:
+    scene = make()
+    scene.run_worker(drain_s=0.0)
+    replies = [scene.view.keys.reply(f"stuck{i}") for i in range(70)]
+    for i, reply in enumerate(replies):
+        scene.admin.xadd(reply, {"type": "tokens", "tokens": 0}, id=f"{2**64 - 1}-{2**64 - 1}")  # nothing can follow this id
+        scene.admin.xadd(scene.view.keys.stream("realtime"), {"id": f"stuck{i}", "json": '{"prompt":"s","max_tokens":2}'})
+    eventually(lambda: any(line["event"] == "redis trouble" for line in scene.log), "refused")
+    with Client(scene.server.url, queue=scene.queue) as client:
+        for i in range(3):
+            assert client.submit_and_wait(f"p{i}", max_tokens=5, timeout=20).token_ids == expected_tokens(f"p{i}", 5)
+        chunks = list(client.submit("streamed", max_tokens=100, stream=True).stream(timeout=20))
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected_tokens("streamed", 100)
+    assert len(chunks) > 10
+    scene.admin.delete(*replies)
+    eventually(lambda: all(scene.view.finals(f"stuck{i}") == 1 for i in range(70)), "taken in the end")
+    scene.assert_told_once()
+
+
 def test_no_hot_loop_while_the_server_refuses(make: Callable[..., Scene]) -> None:
     scene = make()
     scene.run_worker(checkpoint_s=0.05)

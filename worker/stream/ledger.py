@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import redis
+from redis.exceptions import ResponseError
 
 from producer.codec import decode_chunk, decode_frame
 from producer.errors import InternalError
@@ -19,7 +20,7 @@ from producer.keys import GROUP, TIERS, Keys
 from producer.scripts import Argument
 from producer.wire import Chunk
 from worker.stream.delivery import Delivery, Settlement, TokensFrame
-from worker.stream.scripts import Call, load, run
+from worker.stream.scripts import Call, load, run, run_each
 
 ALONE_FROM_ATTEMPT = 3  # two workers that held it died
 CONTROL_LENGTH = 10_000
@@ -58,6 +59,20 @@ class Settled:
 
     outcome: Outcome
     published: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of frames and settlements.
+
+    Attributes:
+        positions: for each frame the number of tokens that stand published now (its own end, or where to go on from), None
+            where the delivery is no longer ours to run; or the error with which the server refused all frames.
+        settled: for each settlement what became of it, or the error with which the server refused it.
+    """
+
+    positions: list[int | None] | ResponseError
+    settled: list[Settled | ResponseError]
 
 
 class Ledger:
@@ -112,17 +127,14 @@ class Ledger:
             chunks.append(chunk)
         return chunks
 
-    def write(self, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> tuple[list[int | None], list[Settled]]:
-        """Publish ``frames`` and end ``settlements`` in one round trip.
-
-        Returns:
-            For each frame the number of tokens that stand published now (its own end, or where to go on from), None where
-            the delivery is no longer ours to run; and what became of each settlement.
-        """
+    def write(self, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> Written:
+        """Publish ``frames`` and end ``settlements`` in one round trip; what the server refuses of these keeps nothing else back."""
         calls = ([self._publish(frames)] if frames else []) + [self._finish(settlement) for settlement in settlements]
-        replies = run(self._client, calls) if calls else []
-        positions = [None if n in (_LOST, _SETTLED) else n for n in replies.pop(0)] if frames else []
-        return positions, [Settled(cast("Outcome", outcome.decode()), published) for outcome, published in replies]
+        replies = run_each(self._client, calls) if calls else []
+        positions = replies.pop(0) if frames else []
+        if not isinstance(positions, ResponseError):
+            positions = [None if n in (_LOST, _SETTLED) else n for n in positions]
+        return Written(positions, [reply if isinstance(reply, ResponseError) else _settled(*reply) for reply in replies])
 
     def renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Renew the leases of ``deliveries``; returns those that are lost."""
@@ -182,3 +194,7 @@ class Ledger:
         usage = settlement.usage
         args += [settlement.dead_letter, *((usage.prompt_tokens, usage.completion_tokens) if usage is not None else ("", ""))]
         return load("finish"), keys, args
+
+
+def _settled(outcome: bytes, published: int) -> Settled:
+    return Settled(cast("Outcome", outcome.decode()), published)

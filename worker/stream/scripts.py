@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 from producer.scripts import Argument, Script
 
@@ -29,19 +29,29 @@ def load(name: str) -> Script:
 def run(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
     """Run ``calls`` in order in one round trip, and give each one's reply.
 
+    Raises:
+        redis.RedisError: the first that any of them met; those after it were run all the same.
+    """
+    replies = run_each(client, calls)
+    for reply in replies:
+        if isinstance(reply, ResponseError):
+            raise reply
+    return replies
+
+
+def run_each(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
+    """Run ``calls`` in order in one round trip, and give each one's reply, a `ResponseError` where the server refused it.
+
     All our scripts may be run twice with the same effect, so where the server has forgotten one, all are sent again.
 
     Raises:
-        redis.RedisError: the first that any of them met; those after it were run all the same.
+        redis.RedisError: the server could not be asked.
     """
     replies = _send(client, calls)
     if any(isinstance(reply, NoScriptError) for reply in replies):
         for script in {script.name: script for script, _, _ in calls}.values():
             client.execute_command(*script.load_command)
         replies = _send(client, calls)
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
     return replies
 
 

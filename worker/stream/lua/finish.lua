@@ -30,6 +30,7 @@ if ARGV[13] ~= '' then
 end
 local now = now_ms()
 if ARGV[16] ~= '' then
+  claim_key(dead, 'stream')
   local request = redis.pcall('XRANGE', stream, entry, entry)
   local letter = not request.err and request[1] and request[1][2] or {}
   local death = { 'dead_code', ARGV[10], 'dead_message', ARGV[16], 'dead_tier', tier, 'dead_attempts', attempt - 1,
