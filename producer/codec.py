@@ -114,8 +114,6 @@ def decode_body(body: bytes, encoding: Encoding) -> dict[str, Any]:
     Raises:
         InvalidRequest: it is none; the field is the encoding's name.
     """
-    if len(body) > MAX_BODY_BYTES:
-        raise validate.fail(encoding, f"at most {MAX_BODY_BYTES} bytes (got {len(body)})")
     parse = _parse_msgpack if encoding == "msgpack" else _parse_json
     try:
         value = parse(body)
@@ -266,7 +264,11 @@ def _decode_request_body(entry: Mapping[bytes, bytes]) -> dict[str, Any]:
     present = [encoding for encoding in ENCODINGS if encoding.encode() in entry]
     if len(present) != 1:
         raise validate.fail("body", f"exactly one of the fields msgpack and json (got {'both' if present else 'neither'})")
-    return decode_body(entry[present[0].encode()], present[0])
+    encoding = present[0]
+    body = entry[encoding.encode()]
+    if len(body) > MAX_BODY_BYTES:  # a reply's has no such limit: the request's own bound it
+        raise validate.fail(encoding, f"at most {MAX_BODY_BYTES} bytes (got {len(body)})")
+    return decode_body(body, encoding)
 
 
 def _plain_text(entry: Mapping[bytes, bytes], name: bytes, max_bytes: int) -> str:

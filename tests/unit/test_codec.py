@@ -315,6 +315,28 @@ def test_error_keeps_what_had_been_generated() -> None:
     assert (again.message, again.partial_text, again.partial_token_ids, again.request_id) == ("late", "Once", [1, 2], "x1")
 
 
+LONG_TEXT, LONG_IDS = "word " * 900_000, [150_000] * 1000
+LONG_CHOICE = Choice(0, LONG_TEXT, LONG_IDS, "length", logprobs=[TokenLogprob(7, -0.5, {7: -0.5, 8: -1.5})] * 1000)
+LARGE: dict[str, tuple[Any, Any, Any]] = {
+    "tokens": (Chunk(LONG_TEXT, LONG_IDS), codec.encode_chunk, codec.decode_chunk),
+    "final": (Result(id="x", choices=[LONG_CHOICE, replace(LONG_CHOICE, index=1)]), codec.encode_result, codec.decode_result),
+    "error": (DeadlineExceeded("late", partial_text=LONG_TEXT, partial_token_ids=LONG_IDS), codec.encode_error, codec.decode_error),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("kind", LARGE)
+def test_whatever_a_worker_can_write_can_be_read(kind: Any, encoding: Encoding) -> None:
+    value, encode, decode = LARGE[kind]
+    entry = as_bytes(codec.encode_frame(Frame(kind, encode(value)), encoding))
+    assert len(entry[encoding.encode()]) > wire.MAX_BODY_BYTES
+    again = decode(codec.decode_frame(entry))
+    if kind == "error":
+        assert (again.partial_text, again.partial_token_ids) == (LONG_TEXT, LONG_IDS)
+    else:
+        assert again == value
+
+
 def test_unknown_error_code_becomes_the_base_error() -> None:
     error = codec.decode_error(Frame("error", {"code": "NEW_IN_V2", "message": "hm", "retryable": True}))
     assert type(error) is HeadraceError
