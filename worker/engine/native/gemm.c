@@ -113,39 +113,64 @@ static void multiply(const struct block *b) {
 }
 
 #else
-#define PARTS (TILE_ROWS / LANES)            /* vectors of a tile's 16 outputs */
-#define ROWS_AT_ONCE (LANES == 16 ? 12 : 6)  /* rows whose sums, PARTS each, stay in registers */
+#define PARTS (TILE_ROWS / LANES) /* vectors of a tile's 16 outputs */
+#define ROWS_AT_ONCE 6            /* with 16 registers of 8 lanes, twelve hold the sums of so many rows and a tile, or half as many and two tiles */
+#define STEPS_AHEAD 4             /* of the weights, asked for while the first rows are multiplied: the processor's own prefetching comes too late */
 
-/* Rows [first, first + count) against the 16 outputs of a tile. */
-static inline __attribute__((always_inline)) void multiply_rows(const struct block *b, int tile, int first, const int count) {
-    vf32 sums[ROWS_AT_ONCE][PARTS];
-    const bf16 *rows[ROWS_AT_ONCE], *w = b->weights + tile * TILE_ELEMENTS;
-    float *to = b->sums + first * PANEL + tile * TILE_ROWS;
-    for (int r = 0; r < count; r++) {
-        rows[r] = b->rows + (first + r) / TILE_ROWS * b->a->tile_stride + (first + r) % TILE_ROWS * b->a->row_stride;
-        for (int i = 0; i < PARTS; i++) sums[r][i] = b->add ? v_load(to + r * PANEL + i * LANES) : v_set(0);
+/* The block's rows in float32, one after the other: they are read once for each of a tile's outputs. */
+static void widen_rows(const struct block *b, float *wide) {
+    for (int row = 0; row < b->num_rows; row++) {
+        const bf16 *from = b->rows + row / TILE_ROWS * b->a->tile_stride + row % TILE_ROWS * b->a->row_stride;
+        for (int step = 0; step < b->steps; step++, from += b->a->step_stride, wide += PANEL)
+            for (int i = 0; i < PANEL; i += LANES) v_store(wide + i, v_load_bf16(from + i));
     }
-    for (int step = 0; step < b->steps; step++, w += STEP_ELEMENTS)
-        for (int k = 0; k < PANEL; k += 2) {
-            vu32 pairs[PARTS];
-            for (int i = 0; i < PARTS; i++) pairs[i] = v_load_pairs(w + k * TILE_ROWS + 2 * i * LANES);
-            for (int r = 0; r < count; r++) {
-                vu32 pair = v_set_pair(rows[r] + step * b->a->step_stride + k);
-                for (int i = 0; i < PARTS; i++) sums[r][i] += v_even_of(pair) * v_even_of(pairs[i]);
-                for (int i = 0; i < PARTS; i++) sums[r][i] += v_odd_of(pair) * v_odd_of(pairs[i]);
-            }
-        }
+}
+
+/* `count` rows from `first` on against `tiles` of the panel's two tiles, from `tile` on. */
+static inline __attribute__((always_inline)) void multiply_rows(const struct block *b, const float *wide, int first, const int count, int tile,
+                                                                const int tiles) {
+    vf32 sums[ROWS_AT_ONCE][2 * PARTS];
+    const bf16 *w = b->weights + tile * TILE_ELEMENTS;
+    int width = b->steps * PANEL;
+    const float *rows = wide + first * width;
+    float *to = b->sums + first * PANEL + tile * TILE_ROWS;
     for (int r = 0; r < count; r++)
-        for (int i = 0; i < PARTS; i++) v_store(to + r * PANEL + i * LANES, sums[r][i]);
+        for (int i = 0; i < tiles * PARTS; i++) sums[r][i] = b->add ? v_load(to + r * PANEL + i * LANES) : v_set(0);
+    for (int step = 0; step < b->steps; step++, w += STEP_ELEMENTS, rows += PANEL) {
+        if (first == 0)
+            for (int l = 0; l < tiles * TILE_ROWS; l++) __builtin_prefetch(w + STEPS_AHEAD * STEP_ELEMENTS + l * 2 * TILE_ROWS);
+        for (int k = 0; k < PANEL; k++) {
+            vf32 weights[2 * PARTS];
+            for (int i = 0; i < tiles * PARTS; i++) {
+                vu32 pairs = v_load_pairs(w + i / PARTS * TILE_ELEMENTS + k / 2 * 2 * TILE_ROWS + i % PARTS * 2 * LANES);
+                weights[i] = k % 2 ? v_odd_of(pairs) : v_even_of(pairs);
+            }
+            for (int r = 0; r < count; r++)
+                for (int i = 0; i < tiles * PARTS; i++) sums[r][i] += v_set(rows[r * width + k]) * weights[i];
+        }
+    }
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < tiles * PARTS; i++) v_store(to + r * PANEL + i * LANES, sums[r][i]);
+}
+
+/* Both tiles together where registers hold the sums, else one after the other. */
+static inline __attribute__((always_inline)) void multiply_few(const struct block *b, const float *wide, int first, const int count) {
+    const int tiles = LANES == 16 || count <= ROWS_AT_ONCE / 2 ? 2 : 1;
+    for (int tile = 0; tile < 2; tile += tiles) multiply_rows(b, wide, first, count, tile, tiles);
 }
 
 static void multiply(const struct block *b) {
+    float wide[ROW_BLOCK * MAX_STEPS * PANEL];
     store_rest(b->pending);
-    for (int tile = 0; tile < 2; tile++) {
-        int row = 0;
-        for (; row + ROWS_AT_ONCE <= b->num_rows; row += ROWS_AT_ONCE) multiply_rows(b, tile, row, ROWS_AT_ONCE);
-        for (; row + 3 <= b->num_rows; row += 3) multiply_rows(b, tile, row, 3);
-        for (; row < b->num_rows; row++) multiply_rows(b, tile, row, 1);
+    widen_rows(b, wide);
+    int row = 0;
+    for (; row + ROWS_AT_ONCE <= b->num_rows; row += ROWS_AT_ONCE) multiply_few(b, wide, row, ROWS_AT_ONCE);
+    switch (b->num_rows - row) {
+    case 5: multiply_few(b, wide, row, 5); break;
+    case 4: multiply_few(b, wide, row, 4); break;
+    case 3: multiply_few(b, wide, row, 3); break;
+    case 2: multiply_few(b, wide, row, 2); break;
+    case 1: multiply_few(b, wide, row, 1); break;
     }
 }
 #endif
