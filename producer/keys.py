@@ -78,7 +78,7 @@ class Keys:
 
     @property
     def admin(self) -> str:
-        """Stream of orders to all workers that are an operator's alone to give."""
+        """Stream of orders to all workers that only operators and workers may give."""
         return self.prefix + "admin"
 
     @property

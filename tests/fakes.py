@@ -232,6 +232,7 @@ def main() -> int:
     parser.add_argument("--checkpoint-seconds", type=float, default=2.0)
     parser.add_argument("--max-attempts", type=int, default=3)
     parser.add_argument("--max-batch-size", type=int, default=100)
+    parser.add_argument("--fetch-ahead", type=int, default=0)
     parser.add_argument("--socket-timeout", type=float, default=5.0)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--trace", type=Path)
@@ -246,6 +247,7 @@ def main() -> int:
         checkpoint_tokens=args.checkpoint_tokens,
         checkpoint_s=args.checkpoint_seconds,
         max_attempts=args.max_attempts,
+        fetch_ahead=args.fetch_ahead,
         socket_timeout_s=args.socket_timeout,
         **names,
     )

@@ -119,6 +119,7 @@ _worker_options = _options(
     click.option(
         "--checkpoint-seconds", "checkpoint_s", default=2.0, show_default=True, help="Seconds that a crash may cost such a request."
     ),
+    click.option("--fetch-ahead", default=0, show_default=True, type=click.IntRange(0, 100_000), help="Requests a tier to hold waiting."),
     click.option("--max-attempts", default=3, show_default=True, help="Deliveries after which a request is given up as POISONED."),
     click.option("--route", "routes", multiple=True, type=RouteType(), help="Tier by labels: TIER:LABEL=PATTERN[,...]; repeatable."),
     click.option("--reply-ttl", "reply_ttl_s", default=3600.0, show_default=True, help="Seconds that a final reply can be read."),

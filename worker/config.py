@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from producer.keys import check_name
 from worker.routing import Route
 
+MAX_FETCH_AHEAD = 100_000
+
 
 def default_name() -> str:
     """A consumer name that no other process has: host, process id and chance."""
@@ -28,6 +30,7 @@ class WorkerConfig:
         lease_s: a request whose lease was not renewed for so long is taken over by another worker; the same for all workers of a queue.
         drain_s: how long the first SIGTERM lets running requests go on before the rest is handed back.
         checkpoint_tokens, checkpoint_s: how many tokens, and how much time, a crash may cost a request that nobody streams.
+        fetch_ahead: requests of a tier that may wait here beyond what the engine has room for, so that fairness and deadlines order them.
         max_attempts: deliveries after which a request that its workers do not survive is given up.
         reply_ttl_s: how long a final reply can be read.
         state_ttl_s: how long a finished request is known.
@@ -43,6 +46,7 @@ class WorkerConfig:
     drain_s: float = 30.0
     checkpoint_tokens: int = 64
     checkpoint_s: float = 2.0
+    fetch_ahead: int = 0
     max_attempts: int = 3
     reply_ttl_s: float = 3600.0
     state_ttl_s: float = 86400.0
@@ -64,5 +68,7 @@ class WorkerConfig:
         for name in ("checkpoint_tokens", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if not 0 <= self.fetch_ahead <= MAX_FETCH_AHEAD:
+            raise ValueError(f"fetch_ahead must be 0 to {MAX_FETCH_AHEAD:,}")
         if self.state_ttl_s < self.reply_ttl_s:
             raise ValueError("state_ttl_s must be at least reply_ttl_s, or an expired reply could not be told from an unknown request")

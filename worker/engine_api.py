@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from producer.keys import Tier
@@ -53,10 +53,12 @@ class InputProcessor(Protocol):
 
 
 class EngineLimits(Protocol):
-    """What an engine was told about its size: see `worker.engine.config`."""
+    """What an engine was told about its size and its callers: see `worker.engine.config`."""
 
     @property
     def max_batch_size(self) -> int: ...
+    @property
+    def source_weights(self) -> Mapping[str, float]: ...
 
 
 class EngineLike(Protocol):

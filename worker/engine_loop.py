@@ -56,6 +56,7 @@ class EngineLoop:
         self.progress = Progress(stall_s)
         self.stats = SchedulerStats()
         self.num_tokens = 0
+        self.num_turns = 0
         self._load = load
         self._emit: Emit = _ignore
         self._on_step = on_step
@@ -125,10 +126,10 @@ class EngineLoop:
             self._turned.notify_all()
         return swap
 
-    def await_turn(self, timeout_s: float) -> None:
-        """Wait until the loop has turned, which is when room appears."""
+    def await_turn(self, after: int, timeout_s: float) -> None:
+        """Wait until the loop has turned, which is when room appears, more often than the ``after`` times that `num_turns` said."""
         with self._turned:
-            self._turned.wait(timeout_s)
+            self._turned.wait_for(lambda: self.num_turns > after, timeout_s)
 
     def _run(self) -> None:
         try:
@@ -206,6 +207,7 @@ class EngineLoop:
             self._room = {tier: engine.room(tier) for tier in TIERS}
             if self._inbox:
                 self.progress.work_arrived()
+            self.num_turns += 1
             self._turned.notify_all()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -16,30 +17,37 @@ from producer.errors import Cancelled, DeadlineExceeded, HeadraceError, Internal
 from producer.keys import TIERS, Tier
 from producer.validate import fail
 from producer.wire import Chunk, GenerateRequest
+from worker.ahead import Ahead
 from worker.core import Core
 from worker.engine.request import Request
 from worker.guard import described
 from worker.outputs import Outputs
 from worker.registry import ActiveRequest, Start
 from worker.routing import tier_of
-from worker.stream.consumer import Consumer, Entry
+from worker.stream.consumer import MAX_PAGE, Consumer, Entry
 from worker.stream.delivery import Delivery
 from worker.stream.ledger import Begun, Ledger
 from worker.stream.trouble import TROUBLE, Trouble
 
-BLOCK_MS = 250  # one slice of a blocking read: how late a claim, a stop or new room may be noticed
+BLOCK_MS = 250  # one slice of a blocking read: how late a claim or a stop may be noticed
+LOOK_S = 0.01  # between looks at the streams while somebody waits for room; a blocking read is up to 100 ms late to end
 WAIT_S = 0.1
+
+Ask = Callable[[Sequence[Delivery]], list[Begun]]
 
 log = structlog.get_logger("headrace.worker")
 
 
 class Intake:
-    """Fetches requests, realtime ones first, and never more than the engine has room for.
+    """Fetches requests, realtime ones first: what the engine has room for, and `WorkerConfig.fetch_ahead` more.
 
-    Suspects, which two workers did not survive, are run alone: while any is held nothing else is fetched, and one at a time is
-    given to the engine once that is empty. Until its turn comes a suspect's delivery count is kept one lower, so that a crash
-    meanwhile is not held against it: of a batch that died twice only the culprit comes to be given up, the others are run once
-    more and answered.
+    What is delivered beyond the engine's room is held: leased, but begun and tokenised only when it is given to the engine, in
+    the order that `Ahead` knows. Suspects, which two workers did not survive, are run alone: while any is held nothing else is
+    fetched, and one at a time is given to the engine once that is empty.
+
+    Until its turn comes a request's delivery count is kept one lower, so that a crash meanwhile is not held against it: of a
+    batch that died twice only the culprit comes to be given up, the others are run once more and answered, and those that
+    waited behind the batch were never in doubt.
     """
 
     def __init__(self, core: Core, consumer: Consumer, ledger: Ledger) -> None:
@@ -59,22 +67,30 @@ class Intake:
         self._reread = True  # something may be pending for us that we do not know of
         self._claim_at_s = 0.0
         self._claim_wanted = threading.Event()
+        self._claiming: set[Tier] = set()  # tiers whose pending list has not been gone through
+        self._asked: deque[str] = deque()  # workers that could run something
+        self._found_nothing = False
+        self._look_at_s = 0.0
         self._unbegun: list[ActiveRequest] = []
+        self._ahead = Ahead(core.config.fetch_ahead)
+        self._due: list[ActiveRequest] = []  # their turn has come
         self._suspects: list[ActiveRequest] = []
         self._alone: ActiveRequest | None = None
         self._thread = core.guard.thread("intake", self._run)
 
     def start(self) -> None:
+        """Fetch from now on. To be called when the engine is ready."""
+        self._ahead.weights.update(self._loop.engine.config.source_weights)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop fetching; what was fetched is in the registry."""
+        """Stop fetching, and hand back what waits; the rest of what was fetched is in the registry."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def pause(self) -> None:
-        """Stop fetching until `resume`; when it returns, all that was fetched for the engine is with it."""
+        """Stop fetching until `resume`; when it returns, what waited is handed back, and the rest is with the engine."""
         self._parked.clear()
         self._open.clear()
         while self._thread.is_alive() and not self._parked.wait(WAIT_S):
@@ -89,20 +105,44 @@ class Intake:
         """Somebody has handed requests back."""
         self._claim_wanted.set()
 
+    def num_ahead(self, tier: Tier) -> int:
+        """Requests of a tier that wait beyond what the engine has room for. May be called from any thread."""
+        return self._ahead.count(tier)
+
+    @property
+    def starving(self) -> bool:
+        """Whether more could run at once, of both tiers, and there is nothing to be had. May be read from any thread."""
+        stats = self._loop.stats
+        held = stats.running_realtime + stats.running_batch + stats.waiting_realtime + stats.waiting_batch
+        return self._found_nothing and held < self._loop.engine.config.max_batch_size and all(self._loop.room().values())
+
+    def share(self, recipient: str) -> None:
+        """Hand back the latter half of those that wait, for ``recipient`` to claim. May be called from any thread."""
+        self._asked.append(recipient)
+
     def _run(self) -> None:
         while not self._stopping.is_set():
             if not self._open.is_set():
-                self._parked.set()
-                self._open.wait(WAIT_S)
+                self._park()
                 continue
             try:
-                self._round()
+                self._found_nothing = self._round()
             except TROUBLE as error:
                 self._recover(error)
+        self._hand_back_all()
+
+    def _park(self) -> None:
+        self._found_nothing = False
+        if not self._parked.is_set():
+            self._hand_back_all()
+            self._parked.set()
+        self._open.wait(WAIT_S)
 
     def _recover(self, error: Exception) -> None:
         pause_s = self._trouble.hit(error)
+        self._found_nothing = False
         self._reread = True
+        self._claiming.clear()
         # Leases ran on meanwhile: whoever still lives renews first.
         self._claim_at_s = max(self._claim_at_s, time.monotonic() + self._config.lease_s / 3)
         if isinstance(error, ResponseError) and str(error).startswith("NOGROUP"):
@@ -112,27 +152,42 @@ class Intake:
                 pause_s = self._trouble.hit(another)
         self._stopping.wait(pause_s)
 
-    def _round(self) -> None:
-        if self._unbegun:
-            self._deliver(())
-        elif not self._loop.ready or self._loop.stalled:
+    def _round(self) -> bool:
+        """Fetch, hold and give once; returns whether there was nothing to be had."""
+        if not self._loop.ready or self._loop.stalled:
             self._stopping.wait(WAIT_S)
-        elif not self._run_suspects():
-            room = self._loop.room()
-            if any(room.values()):
-                self._deliver(self._fetch(room))
-                self._trouble.over()
-            else:
-                self._loop.await_turn(WAIT_S)
+            return False
+        self._begin_delivered()
+        self._begin_due()
+        self._answer_askers()
+        if self._run_suspects():
+            return False
+        turn = self._loop.num_turns
+        room = self._give(self._loop.room())
+        wanted = {tier: self._ahead.wanted(tier, room[tier]) for tier in TIERS}
+        patient = all(room.values()) and not len(self._ahead)
+        if not any(wanted.values()) or (not patient and time.monotonic() < self._look_at_s):
+            self._loop.await_turn(turn, LOOK_S)
+            return False
+        entries = self._fetch(wanted, patient=patient)
+        self._unbegun += [self._registry.enter(Delivery(entry)) for entry in entries]
+        self._begin_delivered()
+        self._trouble.over()
+        self._look_at_s = 0.0 if entries else time.monotonic() + LOOK_S
+        return not (entries or self._claiming or len(self._ahead))
 
     # Fetching
 
-    def _fetch(self, room: dict[Tier, int]) -> Sequence[Entry]:
+    def _fetch(self, wanted: dict[Tier, int], *, patient: bool) -> Sequence[Entry]:
         if self._reread:
             return self._own_pending()
-        if self._claim_wanted.is_set() or time.monotonic() >= self._claim_at_s:
-            return self._claim(room)
-        return self._consumer.read(room, BLOCK_MS)
+        claimed = self._claim(wanted)
+        taken = Counter(entry.tier for entry in claimed)
+        left = {tier: wanted[tier] - taken[tier] for tier in TIERS}
+        if not any(left.values()):
+            return claimed
+        patient = patient and not any(wanted[tier] for tier in self._claiming)
+        return claimed + (self._consumer.read(left, BLOCK_MS) if patient else self._consumer.look(left))
 
     def _own_pending(self) -> Sequence[Entry]:
         if self._first:
@@ -141,28 +196,53 @@ class Intake:
         self._first = self._reread = False
         return entries
 
-    def _claim(self, room: dict[Tier, int]) -> Sequence[Entry]:
-        self._claim_wanted.clear()
-        tiers = [tier for tier in TIERS if room[tier]]
-        entries = [entry for tier in tiers for entry in self._consumer.claim(tier, room[tier])]
-        if entries or any(self._consumer.claim_is_under_way(tier) for tier in tiers):
-            self._claim_wanted.set()
-        else:
+    def _claim(self, wanted: dict[Tier, int]) -> list[Entry]:
+        if self._claim_wanted.is_set() or time.monotonic() >= self._claim_at_s:
+            self._claim_wanted.clear()
+            self._claiming.update(TIERS)
             self._claim_at_s = time.monotonic() + self._config.lease_s / 2 * random.uniform(0.8, 1.0)
-        return [entry for entry in entries if not self._registry.knows(entry.tier, entry.id)]
+        claimed: list[Entry] = []
+        for tier in [tier for tier in TIERS if tier in self._claiming and wanted[tier]]:
+            page = self._consumer.claim(tier, wanted[tier])
+            if not page and not self._consumer.claim_is_under_way(tier):
+                self._claiming.discard(tier)
+            claimed += [entry for entry in page if not self._registry.knows(tier, entry.id)]
+        return claimed
 
     # Beginning
 
-    def _deliver(self, entries: Sequence[Entry]) -> None:
-        self._unbegun += [self._registry.enter(Delivery(entry)) for entry in entries]
-        if self._unbegun:
-            self._begin(self._unbegun)
-            self._unbegun = []
-            self._ledger.renew([active.delivery for active in self._suspects])  # which sets their delivery counts
+    def _begin_delivered(self) -> None:
+        """Begin what finds room, and nobody waiting before it, and hold the rest."""
+        while page := self._unbegun[:MAX_PAGE]:
+            room, arrived = self._loop.room(), Counter(active.delivery.tier for active in page)
+            fit = {tier for tier in TIERS if arrived[tier] <= room[tier] and not self._ahead.count(tier)}
+            passing = [active for active in page if active.delivery.tier in fit and active.delivery.entry.counted]
+            self._begin_page(passing, self._ledger.begin)
+            for active in passing:
+                self._ahead.pass_by(active)
+            self._begin_page([active for active in page if active not in passing], self._ledger.hold)
 
-    def _begin(self, batch: Sequence[ActiveRequest], *, alone: bool = False) -> None:
-        """Begin what was delivered. Until all that Redis has to do with it is done nothing is changed, so it may be called again."""
-        begun = self._ledger.begin([active.delivery for active in batch], alone=alone)
+    def _begin_page(self, page: Sequence[ActiveRequest], ask: Ask) -> None:
+        self._begin(page, ask)
+        begun = set(page)
+        self._unbegun = [active for active in self._unbegun if active not in begun]
+        counted = [active.delivery for active in page if active.delivery.entry.counted]
+        self._ledger.renew([delivery for delivery in counted if delivery.count != delivery.attempt])  # which sets their counts
+
+    def _give(self, room: dict[Tier, int]) -> dict[Tier, int]:
+        """Give the engine those whose turn has come; returns the room that is left."""
+        self._due = self._ahead.take(room)
+        given = Counter(active.delivery.tier for active in self._due)
+        self._begin_due()
+        return {tier: room[tier] - given[tier] for tier in TIERS}
+
+    def _begin_due(self) -> None:
+        self._begin(self._due, self._ledger.begin_held)
+        self._due = []
+
+    def _begin(self, batch: Sequence[ActiveRequest], ask: Ask) -> None:
+        """Begin or hold a batch. Until all that Redis has to do with it is done nothing is changed, so it may be called again."""
+        begun = ask([active.delivery for active in batch]) if batch else []
         now_s = time.monotonic()
         chunks = [self._ledger.published(active.delivery) if said.resumes else [] for active, said in zip(batch, begun, strict=True)]
         for active, said, published in zip(batch, begun, chunks, strict=True):
@@ -183,6 +263,10 @@ class Intake:
                 attempts = active.delivery.attempt - 1
                 self._refuse(active, Poisoned(f"given up after {attempts} attempts: each worker that held it died"), chunks)
             case "suspect":
+                log.warning("suspect held to be run alone", id=active.id, attempt=active.delivery.attempt)
+                self._suspects.append(active)
+                active.delivery.count = active.delivery.attempt - 1
+            case "held":
                 self._hold(active)
             case "run":
                 self._run_request(active, chunks)
@@ -231,12 +315,39 @@ class Intake:
             request.deadline = active.deadline_s
             request.source = wanted.source
 
-    # Suspects
+    # Waiting
 
     def _hold(self, active: ActiveRequest) -> None:
-        log.warning("suspect held to be run alone", id=active.id, attempt=active.delivery.attempt)
-        active.delivery.count = active.delivery.attempt - 1
-        self._suspects.append(active)
+        delivery = active.delivery
+        assert active.start is not None, "the ledger has seen it"
+        delivery.count = delivery.attempt - 1
+        active.source = delivery.source
+        if delivery.deadline_ms is not None:
+            active.deadline_s = active.start.monotonic_s(delivery.deadline_ms)
+        self._ahead.push(active)
+
+    def _answer_askers(self) -> None:
+        while self._asked:
+            self._hand_back(self._ahead.latest(), to=self._asked[0])
+            self._asked.popleft()
+
+    def _hand_back_all(self) -> None:
+        try:
+            self._hand_back(self._ahead.all())
+        except TROUBLE as error:  # what remains is handed back at the worker's end, or is here when it goes on
+            self._trouble.hit(error)
+
+    def _hand_back(self, waiting: Sequence[ActiveRequest], to: str = "") -> None:
+        if not waiting:
+            return
+        with self._registry.leases:
+            count = self._ledger.release([active.delivery for active in waiting], to=to)
+            for active in waiting:
+                self._registry.drop(active)
+        self._ahead.purge()
+        log.info("waiting requests handed back", requests=count, to=to)
+
+    # Suspects
 
     def _run_suspects(self) -> bool:
         """See to the suspects; False where there are none, and anything may be fetched."""
@@ -250,7 +361,7 @@ class Intake:
         if self._registry.running:
             self._registry.await_change(WAIT_S)
             return True
-        self._begin(self._suspects[:1], alone=True)
+        self._begin(self._suspects[:1], self._ledger.begin_held)
         self._alone = self._suspects.pop(0)
         return True
 

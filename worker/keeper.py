@@ -13,7 +13,9 @@ import structlog
 
 from producer import __version__
 from producer.errors import Cancelled, DeadlineExceeded
+from producer.keys import TIERS
 from worker.core import Core
+from worker.intake import Intake
 from worker.reload import Reload, Reloader
 from worker.stream.control import Control, Order
 from worker.stream.heartbeat import Heartbeat
@@ -31,7 +33,7 @@ class Keeper:
 
     Args:
         state: what the worker says of itself.
-        claim_now: called when another worker has handed requests back.
+        intake: is told when other workers have handed requests back, or could run some.
         reloader: is given orders to load another model; the heartbeat says what became of them.
     """
 
@@ -43,7 +45,7 @@ class Keeper:
         ledger: Ledger,
         *,
         state: Callable[[], str],
-        claim_now: Callable[[], None],
+        intake: Intake,
         reloader: Reloader,
     ) -> None:
         self._config = config = core.config
@@ -56,7 +58,7 @@ class Keeper:
         self._heartbeat = heartbeat
         self._ledger = ledger
         self._state = state
-        self._claim_now = claim_now
+        self._intake = intake
         self._reloader = reloader
         self._stopping = threading.Event()
         self._started = threading.Event()
@@ -102,10 +104,11 @@ class Keeper:
             self._renew_at_s = now_s + self._config.lease_s / 3
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + min(MAX_BEAT_S, self._config.lease_s / 3)
-            self._metrics.scheduler(self._loop.stats)
+            self._metrics.scheduler(self._loop.stats, {tier: self._intake.num_ahead(tier) for tier in TIERS})
             self._heartbeat.beat(self._fields())
             self._show_queue()
             self._started.set()
+            self._ask_to_share()
         if now_s >= self._reap_at_s:
             self._reap_at_s = now_s + self._config.lease_s
             self._reap()
@@ -124,8 +127,10 @@ class Keeper:
         elif order.op == "stream" and active is not None:
             active.streamed = True
             self._publisher.look()
-        elif order.op == "claim" and order.worker != self._config.name:
-            self._claim_now()
+        elif order.op == "claim" and order.worker != self._config.name and order.recipient in ("", self._config.name):
+            self._intake.claim_now()
+        elif order.op == "share" and order.worker == self._config.name:
+            self._intake.share(order.recipient)
         elif order.op == "reload" and order.worker in ("", self._config.name):
             self._reloader.ask(Reload(order.model, order.id))
 
@@ -134,14 +139,20 @@ class Keeper:
             self._publisher.end(active, DeadlineExceeded("the deadline passed while it ran"))
 
     def _renew(self) -> None:
-        held = self._registry.all()
-        if not held or self._loop.stalled:
+        if self._loop.stalled:
             return
-        lost = {id(delivery) for delivery in self._ledger.renew([active.delivery for active in held])}
+        with self._registry.leases:
+            held = self._registry.all()
+            lost = {id(delivery) for delivery in self._ledger.renew([active.delivery for active in held])}
         self._metrics.lease_renewed(len(held) - len(lost))
         for active in held:
             if id(active.delivery) in lost:
                 self._publisher.lose(active)
+
+    def _ask_to_share(self) -> None:
+        holder = self._heartbeat.holder_of_most() if self._intake.starving else ""
+        if holder:
+            self._control.ask_to_share(holder, self._config.name)
 
     def _show_queue(self) -> None:
         for tier in self._heartbeat.tiers():
@@ -154,6 +165,7 @@ class Keeper:
 
     def _fields(self) -> dict[str, str | int | float]:
         stats, now_s = self._loop.stats, time.monotonic()
+        num_ahead = sum(map(self._intake.num_ahead, TIERS))
         engine = self._loop.engine if self._loop.ready else None
         return {
             **self._reloader.fields,  # first: a model is served before it is said to be
@@ -162,7 +174,8 @@ class Keeper:
             "device": engine.device_name if engine is not None else "",
             "dtype": engine.dtype_name if engine is not None else "",
             "batch_size": stats.running_realtime + stats.running_batch,
-            "waiting": stats.waiting_realtime + stats.waiting_batch,
+            "waiting": stats.waiting_realtime + stats.waiting_batch + num_ahead,
+            "ahead": num_ahead,
             "held": len(self._registry),
             "free_blocks": stats.free_blocks,
             "cached_blocks": stats.cached_blocks,

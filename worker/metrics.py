@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -223,12 +223,15 @@ class WorkerMetrics:
         self._info.clear()
         self._info.labels(self._worker, model, device, dtype, __version__).set(1)
 
-    def scheduler(self, stats: SchedulerStats) -> None:
-        """Show the scheduler's state, and count what it has counted since the last call. A new scheduler's counts start at zero."""
+    def scheduler(self, stats: SchedulerStats, ahead: Mapping[Tier, int]) -> None:
+        """Show the scheduler's state and, by tier, how many wait before it; count what it has counted since the last call.
+
+        A new scheduler's counts start at zero.
+        """
         self._running["realtime"].set(stats.running_realtime)
         self._running["batch"].set(stats.running_batch)
-        self._waiting["realtime"].set(stats.waiting_realtime)
-        self._waiting["batch"].set(stats.waiting_batch)
+        self._waiting["realtime"].set(stats.waiting_realtime + ahead["realtime"])
+        self._waiting["batch"].set(stats.waiting_batch + ahead["batch"])
         self._kv_usage.set(stats.kv_usage)
         for state, blocks in zip(BLOCK_STATES, (stats.free_blocks, stats.cached_blocks, stats.used_blocks), strict=True):
             self._blocks[state].set(blocks)

@@ -334,19 +334,23 @@ class Publisher:
         while any(due := (self._frames(everything=True), self._due_endings())):
             if not self._write(*due):
                 return False
-        held = [active for active in self._registry.all() if active.outcome is None and (active.outputs or not running_only)]
         try:
-            count = self._ledger.release([active.delivery for active in held], crashed=crashed)
+            with self._registry.leases:
+                self._release_all(crashed=crashed, running_only=running_only)
         except TROUBLE as error:
             self._trouble.hit(error)
             return False
         self._trouble.over()
+        return True
+
+    def _release_all(self, *, crashed: bool, running_only: bool) -> None:
+        held = [active for active in self._registry.all() if active.outcome is None and (active.outputs or not running_only)]
+        count = self._ledger.release([active.delivery for active in held], crashed=crashed)
         for active in held:
             self._abort(active)
             self._registry.drop(active)
         if held:
             log.info("handed back", requests=count, crashed=crashed)
-        return True
 
 
 def _frame(active: ActiveRequest) -> TokensFrame:

@@ -56,6 +56,7 @@ class ActiveRequest:
         end: why it is to end before its time.
         outcome: how it ended, to be written.
         deadline_s: monotonic.
+        gone: the registry has forgotten it.
     """
 
     delivery: Delivery
@@ -69,10 +70,16 @@ class ActiveRequest:
     first_token_s: float | None = None
     last_token_s: float | None = None
     published_s: float = field(default_factory=time.monotonic)
+    gone: bool = False
 
     @property
     def id(self) -> str:
         return self.delivery.request_id
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is any use in running it."""
+        return not self.gone and self.end is None
 
     @property
     def transcript(self) -> Transcript | None:
@@ -85,10 +92,16 @@ class Registry:
 
     A request is entered before the ledger begins it, so that an order to cancel it, which may arrive at any moment after that,
     always finds it.
+
+    Attributes:
+        lock: of all that is here.
+        leases: held while leases are renewed, and while requests are handed back until they are dropped: a lease renewed after
+            its request was handed back would be this worker's again, and nobody would know.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.leases = threading.Lock()
         self._changed = threading.Condition(self.lock)
         self._by_entry: dict[tuple[Tier, str], ActiveRequest] = {}
         self._by_id: dict[str, ActiveRequest] = {}
@@ -129,6 +142,7 @@ class Registry:
     def drop(self, active: ActiveRequest) -> None:
         """Forget it: it has its final reply, or belongs to another worker now."""
         with self._changed:
+            active.gone = True
             if self.holds(active):
                 del self._by_entry[active.delivery.tier, active.delivery.entry.id]
             if self._by_id.get(active.id) is active:
@@ -160,6 +174,7 @@ class Registry:
             self._by_entry.pop((elder.delivery.tier, elder.delivery.entry.id), None)
             elder.delivery = newcomer.delivery
             elder.streamed = elder.streamed or newcomer.streamed
+            newcomer.gone = True
             self._by_entry[newcomer.delivery.tier, newcomer.delivery.entry.id] = elder
             return True
 

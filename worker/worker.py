@@ -92,7 +92,7 @@ class Worker:
             self._heartbeat,
             self._ledger(),
             state=lambda: self.state,
-            claim_now=self._intake.claim_now,
+            intake=self._intake,
             reloader=self._reloader,
         )
 

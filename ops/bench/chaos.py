@@ -107,6 +107,7 @@ class Chaos:
     def _launch(self, url: str, log: Path) -> WorkerProcess:
         args = self.args
         common = ["--lease", args.lease, "--drain", 0.3, "--checkpoint-tokens", CHECKPOINT_TOKENS, "--checkpoint-seconds", 0.5]
+        common += ["--max-batch-size", args.max_batch_size, "--fetch-ahead", args.fetch_ahead]
         if args.engine == "fake":
             options = [*common, "--max-attempts", 50, "--socket-timeout", 2, "--step-ms", args.step_ms, "--trace", self.trace]
             return WorkerProcess(url, QUEUE, *options, log=log)
@@ -194,6 +195,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--callers", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lease", type=float, default=2.0)
+    parser.add_argument("--max-batch-size", type=int, default=100, help="of each worker")
+    parser.add_argument("--fetch-ahead", type=int, default=0, help="of each worker")
     parser.add_argument("--max-tokens", type=int, default=60, help="of a request, at most")
     parser.add_argument(
         "--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT", help=f"of {', '.join(FAULTS)}; default: all"

@@ -8,9 +8,9 @@ from ops.bench.chaos import parse, run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsync", ["always", "everysec"])
-def test_books_balance_after_a_short_run_of_chaos(server_kind: str, fsync: str) -> None:
-    report = run(parse(["--server", server_kind, "--fsync", fsync, "--seconds", "30", "--callers", "16", "--seed", "11"]))
+@pytest.mark.parametrize("options", [["--fsync", "always"], ["--fsync", "everysec"], ["--max-batch-size", "4", "--fetch-ahead", "50"]])
+def test_books_balance_after_a_short_run_of_chaos(server_kind: str, options: list[str]) -> None:
+    report = run(parse(["--server", server_kind, "--seconds", "30", "--callers", "16", "--seed", "11", *options]))
     assert report.failures == [], asdict(report)
     assert report.accepted == report.answered > 50
     assert report.generated_twice is not None

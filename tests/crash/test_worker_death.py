@@ -223,6 +223,55 @@ def test_engine_that_fails_for_good_hands_everything_back_and_exits_with_an_erro
     assert scene.generated_twice() <= 2 * len(handles)
 
 
+HOLDING = ("--max-batch-size", 4, "--fetch-ahead", 1000)
+
+
+def submit_and_await_held(scene: Scene, worker: WorkerProcess, count: int) -> dict[str, Handle]:
+    """All of them with the worker, which runs a few."""
+    handles = scene.submit(count, 30)
+    eventually(lambda: int(scene.said(worker).get("ahead", 0)) > count - 100, "held")
+    return handles
+
+
+def test_crowd_that_waits_with_a_worker_is_never_in_doubt_when_it_is_killed(scene: Scene) -> None:
+    handles: dict[str, Handle] = {}
+    for _ in range(3):  # with all of what is left in its hands each time
+        with scene.running_worker("--step-ms", 20, *HOLDING, lease_s=0.5) as victim:
+            handles = handles or submit_and_await_held(scene, victim, 300)
+            eventually(lambda victim=victim: int(scene.said(victim).get("ahead", 0)) > 200, "held")
+            victim.kill()
+    assert max(pending["times_delivered"] for pending in scene.view.pending()) <= 3
+    assert sum(pending["times_delivered"] > 0 for pending in scene.view.pending()) <= 3 * (4 + 2 + 1)
+    with scene.running_worker("--max-batch-size", 32, "--fetch-ahead", 100, lease_s=0.5):
+        results = assert_all_answered_once(scene, handles, 30)
+    assert sum(result.attempt > 1 for result in results) <= 3 * (4 + 2 + 1)
+    assert scene.view.client.xlen(scene.view.keys.dead) == 0
+
+
+def test_crowd_that_waits_with_a_worker_is_handed_back_at_once_when_it_drains(scene: Scene) -> None:
+    with scene.running_worker("--step-ms", 20, "--drain", 0.1, *HOLDING, lease_s=60) as holder:
+        handles = submit_and_await_held(scene, holder, 300)
+        assert holder.drain() == 0
+        with scene.running_worker("--max-batch-size", 16, lease_s=60):
+            results = assert_all_answered_once(scene, handles, 30)
+    assert {result.attempt for result in results} == {1}
+    assert scene.generated_twice() == 0
+
+
+def test_request_that_kills_its_workers_is_given_up_and_costs_no_neighbour_an_attempt(scene: Scene) -> None:
+    """The crowd waits behind it, with workers that die, and is run by those that come after."""
+    poison = scene.client.submit(KILL, max_tokens=5)
+    handles = scene.submit(200, 5)
+    while scene.view.length():
+        with scene.worker("--step-ms", 2, *HOLDING, lease_s=0.5) as worker:
+            eventually(lambda worker=worker: worker.process.poll() is not None or not scene.view.length(), "dead, or done")
+    results = assert_all_answered_once(scene, handles, 5)
+    with pytest.raises(HeadraceError) as caught:
+        poison.result(timeout=5)
+    assert caught.value.code == "POISONED"
+    assert sum(result.attempt > 1 for result in results) <= 3 * (4 + 2 + 1)
+
+
 def test_drain_finishes_what_runs_and_reads_no_more(scene: Scene) -> None:
     with scene.running_worker("--step-ms", 5) as worker:
         handles = scene.submit(8, 60)

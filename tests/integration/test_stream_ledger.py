@@ -85,8 +85,8 @@ def publish(ledger: Ledger, delivery: Delivery, index: int, *tokens: int) -> int
     return position
 
 
-def begin(ledger: Ledger, delivery: Delivery, *, alone: bool = False) -> Begun:
-    (begun,) = ledger.begin([delivery], alone=alone)
+def begin(ledger: Ledger, delivery: Delivery) -> Begun:
+    (begun,) = ledger.begin([delivery])
     return begun
 
 
@@ -272,8 +272,55 @@ def test_suspect_counts_only_once_it_runs_alone(bench: Bench) -> None:
     suspect.count = 2
     bench.one.renew([suspect])
     assert bench.count(suspect) == 2
-    assert begin(bench.one, suspect, alone=True).verdict == "run"
+    assert bench.one.begin_held([suspect])[0].verdict == "run"
     assert (bench.count(suspect), suspect.attempt, bench.view.state("x1")["attempt"]) == (3, 3, "3")
+
+
+def test_held_request_is_queued_and_counts_only_once_its_turn_comes(bench: Bench) -> None:
+    bench.put()
+    (first,) = bench.read()
+    for name, take in (("one", lambda: first), ("two", lambda: bench.stolen_by("two", first))):
+        ledger, delivery = bench.ledger(name), take()
+        for _ in range(2):  # a call whose reply was lost is sent again
+            (held,) = ledger.hold([delivery])
+        assert (held.verdict, delivery.attempt, bench.view.state("x1")["status"]) == ("held", 1, "queued")
+        delivery.count = 0
+        assert ledger.renew([delivery]) == []
+        assert bench.count(delivery) == 0
+    assert [begun.verdict for _ in range(2) for begun in bench.two.begin_held([delivery])] == ["run", "run"]
+    assert (bench.count(delivery), delivery.count, bench.view.state("x1")["status"]) == (1, 1, "running")
+
+
+def test_held_request_that_is_cancelled_or_late_is_told_when_its_turn_comes(bench: Bench) -> None:
+    seconds, _ = bench.client.time()
+    bench.put("cancelled")
+    bench.put("late")
+    held = bench.read()
+    assert [begun.verdict for begun in bench.one.hold(held)] == ["held", "held"]
+    body = encode_body({"code": "CANCELLED"}, "json")
+    script_keys = (bench.keys.state("cancelled"), bench.keys.reply("cancelled"), bench.keys.control)
+    assert scripts.load("cancel")(bench.client, script_keys, ("cancelled", body, body, 1000, 1000)) == b"cancelled"
+    bench.client.hset(bench.keys.state("late"), "deadline_ms", seconds * 1000 - 1)
+    assert [begun.verdict for begun in bench.one.begin_held(held)] == ["settled", "expired"]
+
+
+def test_request_held_after_two_crashes_is_a_suspect_and_after_more_is_given_up(bench: Bench) -> None:
+    delivery = bench.begun()
+    for name, verdict in (("two", "held"), ("one", "suspect"), ("two", "poisoned")):
+        delivery = bench.stolen_by(name, delivery)
+        assert bench.ledger(name).hold([delivery])[0].verdict == verdict
+
+
+def test_crowd_is_renewed_and_handed_back_page_by_page(bench: Bench) -> None:
+    for i in range(600):
+        bench.put(f"x{i}")
+    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
+    crowd = [Delivery(entry) for _ in range(6) for entry in consumer.read({"realtime": 100}, 1)]
+    lost = bench.stolen_by("two", crowd[555])
+    assert bench.one.renew(crowd) == [crowd[555]]
+    assert bench.one.release(crowd, to="two") == 599
+    assert {order[b"for"] for _, order in bench.client.xrange(bench.keys.control)} == {b"two"}
+    assert bench.count(lost) == 2
 
 
 def test_poisoned_request_is_answered_and_dead_lettered(bench: Bench) -> None:
@@ -313,10 +360,9 @@ def test_released_request_is_claimable_at_once(bench: Bench, crashed: bool, atte
     assert bench.one.release([delivery], crashed=crashed) == 1
     assert bench.view.state("x1")["status"] == "queued"
     ((_, order),) = bench.client.xrange(bench.keys.control)
-    assert order == {b"op": b"claim", b"worker": b"one"}
+    assert order == {b"op": b"claim", b"worker": b"one", b"for": b""}
     (entry,) = Consumer(bench.client, bench.keys, "two", 3600.0).claim("realtime", 10)
-    taken = Delivery(entry)
-    assert begin(bench.two, taken).verdict == "run"
+    assert bench.two.hold([taken := Delivery(entry)])[0].verdict == "held"
     assert taken.attempt == attempt
 
 
@@ -379,8 +425,28 @@ def test_own_pending_entries_keep_their_count_unless_their_process_died(bench: B
 
     assert [entry.id for entry in consumer.own_pending(knows, crashed=False)] == [unknown.entry.id]
     assert bench.count(unknown) == 1
-    assert len(consumer.own_pending(lambda *_: False, crashed=True)) == 2
-    assert (bench.count(known), bench.count(unknown)) == (2, 2)
+    restarted = [Delivery(entry) for entry in consumer.own_pending(lambda *_: False, crashed=True)]
+    assert [begun.verdict for begun in bench.one.hold(restarted)] == ["held", "held"]
+    assert [delivery.attempt for delivery in restarted] == [2, 2]
+    assert (bench.count(known), bench.count(unknown)) == (1, 1)
+
+
+def test_own_entry_that_was_handed_back_and_that_nobody_took_is_delivered_again(bench: Bench) -> None:
+    delivery = bench.begun()
+    bench.one.release([delivery])
+    (again,) = Consumer(bench.client, bench.keys, "one", 1.0).own_pending(lambda *_: False, crashed=False)
+    assert bench.one.hold([taken := Delivery(again)])[0].verdict == "held"
+    assert taken.attempt == 1
+
+
+def test_claiming_over_and_over_is_no_attempt_until_it_is_begun(bench: Bench) -> None:
+    delivery = bench.begun()
+    for name in ("two", "one", "two", "one", "two"):  # each dies before it comes to it
+        (entry,) = Consumer(bench.client, bench.keys, name, 0.0).claim("realtime", 10)
+    (begun,) = bench.two.hold([taken := Delivery(entry)])
+    assert (begun.verdict, taken.attempt, bench.count(taken)) == ("held", 2, 1)
+    bench.two.begin_held([taken])
+    assert bench.count(delivery) == 2
 
 
 def test_claiming_goes_round_a_pending_list_longer_than_a_page(bench: Bench) -> None:
@@ -411,6 +477,20 @@ def test_realtime_is_read_first_and_alone_where_batch_has_no_room(bench: Bench) 
     assert [entry.tier for entry in consumer.read({"realtime": 5, "batch": 0}, 1)] == ["realtime"]
     bench.put("r2")
     assert [entry.tier for entry in consumer.read({"realtime": 5, "batch": 5}, 1)] == ["realtime", "batch"]
+
+
+def test_look_does_not_wait_and_does_not_count(bench: Bench) -> None:
+    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
+    assert consumer.look({"realtime": 5, "batch": 5}) == []
+    for tier in ("batch", "realtime"):
+        bench.put(f"of-{tier}", tier=tier)
+    entries = consumer.look({"realtime": 5, "batch": 5})
+    assert [(entry.tier, entry.fields[b"id"]) for entry in entries] == [("realtime", b"of-realtime"), ("batch", b"of-batch")]
+    assert [bench.count(Delivery(entry)) for entry in entries] == [0, 0]
+    again = [Delivery(entry) for entry in consumer.own_pending(lambda *_: False, crashed=False)]  # the reply was lost
+    for deliveries in ([Delivery(entry) for entry in entries], again):
+        bench.one.hold(deliveries)
+        assert [delivery.attempt for delivery in deliveries] == [1, 1]
 
 
 def test_entry_without_usable_id_is_answered_under_its_own(bench: Bench) -> None:

@@ -8,9 +8,11 @@ from prometheus_client import Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
+from producer.keys import Tier
 from worker.engine.scheduler import SchedulerStats
 from worker.metrics import RequestSample, Series, WorkerMetrics
 
+NOBODY: dict[Tier, int] = {"realtime": 0, "batch": 0}
 VLLM_NAMES = (
     "num_requests_running",
     "num_requests_waiting",
@@ -99,9 +101,10 @@ def test_a_step_is_counted_with_the_idle_time_before_it(metrics: WorkerMetrics) 
 
 
 def test_scheduler_counts_are_added_up_across_a_reload_that_restarts_them(metrics: WorkerMetrics) -> None:
-    metrics.scheduler(SchedulerStats(running_batch=2, used_blocks=30, free_blocks=10, total_blocks=40, prefix_queries=100, prefix_hits=60))
-    metrics.scheduler(SchedulerStats(waiting_realtime=1, total_blocks=40, prefix_queries=150, prefix_hits=60, swap_preemptions=2))
-    metrics.scheduler(SchedulerStats(total_blocks=80, prefix_queries=20, prefix_hits=5, recompute_preemptions=1))
+    first = SchedulerStats(running_batch=2, used_blocks=30, free_blocks=10, total_blocks=40, prefix_queries=100, prefix_hits=60)
+    metrics.scheduler(first, NOBODY)
+    metrics.scheduler(SchedulerStats(waiting_realtime=1, total_blocks=40, prefix_queries=150, prefix_hits=60, swap_preemptions=2), NOBODY)
+    metrics.scheduler(SchedulerStats(total_blocks=80, prefix_queries=20, prefix_hits=5, recompute_preemptions=1), NOBODY)
     assert value(metrics, "prefix_cache_queries_total") == 170
     assert value(metrics, "prefix_cache_hits_total") == 65
     assert value(metrics, "num_preemptions_total", kind="swap") == 2
@@ -109,9 +112,11 @@ def test_scheduler_counts_are_added_up_across_a_reload_that_restarts_them(metric
 
 
 def test_scheduler_state_is_shown_by_tier_and_blocks_as_a_share(metrics: WorkerMetrics) -> None:
-    metrics.scheduler(SchedulerStats(running_realtime=4, waiting_batch=9, used_blocks=30, cached_blocks=6, free_blocks=4, total_blocks=40))
+    stats = SchedulerStats(running_realtime=4, waiting_batch=9, used_blocks=30, cached_blocks=6, free_blocks=4, total_blocks=40)
+    metrics.scheduler(stats, {"realtime": 3, "batch": 1})
     assert value(metrics, "num_requests_running", tier="realtime") == 4
-    assert value(metrics, "num_requests_waiting", tier="batch") == 9
+    assert value(metrics, "num_requests_waiting", tier="batch") == 10
+    assert value(metrics, "num_requests_waiting", tier="realtime") == 3
     assert value(metrics, "kv_cache_usage_perc") == 0.75
     assert value(metrics, "kv_cache_blocks", state="cached") == 6
 

@@ -56,7 +56,7 @@ def tool(name: str, *command: str) -> None:
 def exported_names() -> set[str]:
     metrics = WorkerMetrics("w", sources=["s"])
     metrics.serving("m", "cpu", "float32")
-    metrics.scheduler(SchedulerStats())
+    metrics.scheduler(SchedulerStats(), {"realtime": 0, "batch": 0})
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
 

@@ -9,44 +9,26 @@ from typing import Any
 import pytest
 
 from producer.errors import Cancelled, DeadlineExceeded, Poisoned
-from producer.keys import TIERS
-from worker.stream.consumer import Consumer, Entry, parse_autoclaim
+from producer.keys import TIERS, Keys
+from worker.stream.consumer import Consumer, Entry
 from worker.stream.delivery import Delivery
 from worker.stream.scripts import load
 
 
 class OneReply:
-    """A client that has one reply to XAUTOCLAIM; such old servers cannot be run here."""
+    """A client that has one reply to XREADGROUP."""
 
-    def __init__(self, reply: list[Any]) -> None:
-        self.reply = reply
+    def __init__(self, entries: list[Any]) -> None:
+        self.reply = [[Keys("q").stream("realtime").encode(), entries]]
 
-    def xautoclaim(self, *_: object, **__: object) -> list[Any]:
+    def xreadgroup(self, *_: object, **__: object) -> list[Any]:
         return self.reply
 
 
-@pytest.mark.parametrize("deleted", [[], [[b"5-0"]]], ids=["Redis 6.2", "Redis 7.0"])
-def test_both_shapes_of_a_claim_are_read(deleted: list[Any]) -> None:
-    reply = [b"7-0", [(b"6-0", {b"id": b"x"})], *deleted]
-    assert parse_autoclaim(reply) == ("7-0", [(b"6-0", {b"id": b"x"})])
-
-
 def test_entries_that_were_deleted_while_pending_are_passed_over() -> None:
-    reply = [b"0-0", [(None, None), (b"5-0", None), None, (b"6-0", {b"id": b"x"})]]
-    from producer.keys import Keys
-
-    consumer = Consumer(OneReply(reply), Keys("q"), "me", 1.0)  # type: ignore[arg-type]  # the one command it needs
-    assert consumer.claim("realtime", 10) == [Entry("realtime", "6-0", {b"id": b"x"})]
-    assert not consumer.claim_is_under_way("realtime")
-
-
-def test_a_cursor_that_is_not_at_the_start_is_carried_on() -> None:
-    from producer.keys import Keys
-
-    consumer = Consumer(OneReply([b"7-0", [], []]), Keys("q"), "me", 1.0)  # type: ignore[arg-type]
-    consumer.claim("batch", 10)
-    assert consumer.claim_is_under_way("batch")
-    assert not consumer.claim_is_under_way("realtime")
+    entries = [(None, None), (b"5-0", None), None, (b"6-0", {b"id": b"x"})]
+    consumer = Consumer(OneReply(entries), Keys("q"), "me", 1.0)  # type: ignore[arg-type]  # the one command it needs
+    assert consumer.read({"realtime": 10}, 1) == [Entry("realtime", "6-0", {b"id": b"x"})]
 
 
 @pytest.mark.parametrize(

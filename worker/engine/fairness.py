@@ -4,6 +4,9 @@ After "Fairness in Serving Large Language Models" (Sheng et al. 2024): every sou
 got, and the one with the least is served next. Prompt tokens are charged on admission, output tokens as they come.
 A source that comes back is lifted to the least counter of those that wait, so that it cannot save up. Among
 sources that always wait, the gap in service is bounded by twice what one full batch holds.
+
+The same order serves twice: for the requests that wait in the engine, and for those that a worker was given beyond what
+its engine has room for (`worker.ahead`).
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import count
+from typing import Generic, Protocol, TypeVar
 
-from worker.engine.request import Request, RequestStatus
+from worker.engine.request import RequestStatus
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0  # an output token takes a step of its own
@@ -21,21 +25,35 @@ MAX_IDLE_SOURCES = 4096
 _COMPACT_ABOVE = 64
 
 
-class PlaceHeap:
-    """Requests in the order of `Request.place`. One that finishes is skipped when its turn comes (lazy deletion)."""
+class Waiter(Protocol):
+    """What waits: its source, its place among those of the same source, and whether it waits still."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def place(self) -> tuple[float, int, int]: ...
+    @property
+    def status(self) -> RequestStatus: ...
+
+
+W = TypeVar("W", bound=Waiter)
+
+
+class PlaceHeap(Generic[W]):
+    """Waiters in the order of their places. One that finishes is skipped when its turn comes (lazy deletion)."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[tuple[float, int, int], Request]] = []
+        self._entries: list[tuple[tuple[float, int, int], W]] = []
         self._num_dead = 0
 
     def __len__(self) -> int:
         return len(self._entries) - self._num_dead
 
-    def push(self, request: Request) -> None:
+    def push(self, request: W) -> None:
         heapq.heappush(self._entries, (request.place, request))
 
-    def peek(self) -> Request | None:
-        """The first request; None where there is none."""
+    def peek(self) -> W | None:
+        """The first one; None where there is none."""
         while self._entries:
             request = self._entries[0][1]
             if request.status is not RequestStatus.FINISHED:
@@ -44,12 +62,12 @@ class PlaceHeap:
             self._num_dead -= 1
         return None
 
-    def pop(self) -> Request:
+    def pop(self) -> W:
         """Take out what `peek` shows."""
         return heapq.heappop(self._entries)[1]
 
     def note_finished(self) -> None:
-        """One of these requests has just finished. Keeps the finished ones to a fraction, at O(1) each."""
+        """One of these has just finished. Keeps the finished ones to a fraction, at O(1) each."""
         self._num_dead += 1
         if self._num_dead > _COMPACT_ABOVE and 2 * self._num_dead > len(self._entries):
             self._entries = [entry for entry in self._entries if entry[1].status is not RequestStatus.FINISHED]
@@ -57,7 +75,7 @@ class PlaceHeap:
             self._num_dead = 0
 
 
-class SourceAccount:
+class SourceAccount(Generic[W]):
     """One source's waiting requests and the service it got, in weighted tokens."""
 
     __slots__ = ("active", "output_cost", "prompt_cost", "served", "source", "waiting")
@@ -67,11 +85,11 @@ class SourceAccount:
         self.prompt_cost = PROMPT_TOKEN_COST / weight
         self.output_cost = OUTPUT_TOKEN_COST / weight
         self.served = 0.0
-        self.waiting = PlaceHeap()
+        self.waiting: PlaceHeap[W] = PlaceHeap()
         self.active = False  # among those that `FairQueue` chooses from
 
 
-class FairQueue:
+class FairQueue(Generic[W]):
     """Waiting requests of many sources: the least served source's first one is next. O(log n) an operation.
 
     Args:
@@ -80,41 +98,41 @@ class FairQueue:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._accounts: dict[str, SourceAccount] = {}
+        self._accounts: dict[str, SourceAccount[W]] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # sources with nothing waiting, longest idle first
-        self._active: list[tuple[float, int, SourceAccount]] = []  # `served` may lag behind the account's
+        self._active: list[tuple[float, int, SourceAccount[W]]] = []  # `served` may lag behind the account's
         self._tie_break = count()
         self._last_served = 0.0
 
-    def push(self, request: Request, *, lift: bool = True) -> None:
-        """Take a request in. ``lift`` unless it was only put aside for a moment."""
+    def push(self, request: W, *, lift: bool = True) -> SourceAccount[W]:
+        """Take a request in; returns its source's account. ``lift`` unless it was only put aside for a moment."""
         account = self._account(request.source)
-        request.account = account
         if lift and not account.waiting:
             account.served = max(account.served, self._least_served())
         account.waiting.push(request)
         if not account.active:
             self._activate(account)
+        return account
 
-    def peek(self) -> Request | None:
+    def peek(self) -> W | None:
         """The next request; None where nothing waits."""
         account = self._next_account()
         return None if account is None else account.waiting.peek()
 
-    def pop(self) -> Request:
+    def pop(self) -> W:
         """Take out what `peek` shows."""
         account = self._next_account()
         assert account is not None
         return account.waiting.pop()
 
-    def _account(self, source: str) -> SourceAccount:
+    def _account(self, source: str) -> SourceAccount[W]:
         account = self._accounts.get(source)
         if account is None:
             account = self._accounts[source] = SourceAccount(source, self._weights.get(source, 1.0))
         self._idle.pop(source, None)
         return account
 
-    def _activate(self, account: SourceAccount) -> None:
+    def _activate(self, account: SourceAccount[W]) -> None:
         account.active = True
         heapq.heappush(self._active, (account.served, next(self._tie_break), account))
 
@@ -122,7 +140,7 @@ class FairQueue:
         account = self._next_account()
         return self._last_served if account is None else account.served
 
-    def _next_account(self) -> SourceAccount | None:
+    def _next_account(self) -> SourceAccount[W] | None:
         while self._active:
             served, tie_break, account = self._active[0]
             if account.waiting.peek() is None:
@@ -133,7 +151,7 @@ class FairQueue:
                 return account
         return None
 
-    def _deactivate(self, account: SourceAccount) -> None:
+    def _deactivate(self, account: SourceAccount[W]) -> None:
         heapq.heappop(self._active)
         account.active = False
         self._last_served = account.served

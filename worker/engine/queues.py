@@ -17,8 +17,8 @@ class WaitingQueue:
     """
 
     def __init__(self, source_weights: Mapping[str, float]) -> None:
-        self._returning = PlaceHeap()
-        self._new = FairQueue(source_weights)
+        self._returning: PlaceHeap[Request] = PlaceHeap()
+        self._new: FairQueue[Request] = FairQueue(source_weights)
         self._num_new = 0
         self.num_blocks = 0  # that the waiting requests will need at most
 
@@ -30,7 +30,7 @@ class WaitingQueue:
         self.num_blocks += request.max_blocks
         if request.status is RequestStatus.WAITING:
             self._num_new += 1
-            self._new.push(request, lift=lift)
+            request.account = self._new.push(request, lift=lift)
         else:
             self._returning.push(request)
 

@@ -95,7 +95,7 @@ class Request:
     block_keys: list[bytes] = field(default_factory=list)
     num_indexed_blocks: int = 0
     prefix_node: int = 0
-    account: SourceAccount | None = None
+    account: SourceAccount[Request] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import redis
 from redis.exceptions import ResponseError
 
 from producer.keys import GROUP, TIERS, Keys, Tier
+from producer.scripts import Argument
+from worker.stream.scripts import load, run
 
 MAX_PAGE = 100
 _START = "0-0"
@@ -17,11 +20,17 @@ _START = "0-0"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request entry as it stands on a stream."""
+    """One request entry as it stands on a stream.
+
+    Attributes:
+        counted: whether the group's delivery count has this delivery in it. Where it is not, it counts when it is begun, so that
+            what a worker did not come to begin is not held against the request.
+    """
 
     tier: Tier
     id: str
     fields: Mapping[bytes, bytes]
+    counted: bool = True
 
 
 Known = Callable[[Tier, str], bool]
@@ -51,23 +60,28 @@ class Consumer:
 
         Waits up to ``block_ms`` for the first.
         """
-        tiers = [tier for tier in TIERS if room.get(tier, 0) > 0]
-        assert tiers, "nothing to read for"
-        count = min(MAX_PAGE, *(room[tier] for tier in tiers)) if len(tiers) > 1 else min(MAX_PAGE, room[tiers[0]])
+        tiers, count = _page_of(room)
         streams: dict[Any, Any] = {self._keys.stream(tier): ">" for tier in tiers}
         reply: Any = self._client.xreadgroup(GROUP, self._name, streams, count=count, block=max(1, block_ms))
         by_stream = {stream.decode(): entries for stream, entries in reply or ()}
         return [entry for tier in tiers for entry in _entries(tier, by_stream.get(self._keys.stream(tier), ()))]
 
+    def look(self, room: Mapping[Tier, int]) -> list[Entry]:
+        """As `read`, without waiting; these are not counted."""
+        tiers, count = _page_of(room)
+        (reply,) = run(self._client, [(load("look"), [self._keys.stream(tier) for tier in tiers], [GROUP, self._name, count])])
+        by_stream = {stream.decode(): entries for stream, entries in reply}
+        return [entry for tier in tiers for entry in _uncounted(tier, by_stream.get(self._keys.stream(tier), ()))]
+
     def claim(self, tier: Tier, count: int) -> list[Entry]:
-        """Take over up to ``count`` entries whose lease lapsed or that were handed back. Each claim counts as a delivery.
+        """Take over up to ``count`` entries whose lease lapsed or that were handed back.
 
         One page of the pending list a call; the cursor is carried round, so that calls go through all of it.
         """
-        stream = self._keys.stream(tier)
-        reply = self._client.xautoclaim(stream, GROUP, self._name, self._lease_ms, start_id=self._cursors[tier], count=min(count, MAX_PAGE))
-        self._cursors[tier], entries = parse_autoclaim(reply)
-        return _entries(tier, entries)
+        args: list[Argument] = [GROUP, self._name, self._lease_ms, self._cursors[tier], min(count, MAX_PAGE)]
+        ((cursor, entries),) = run(self._client, [(load("claim"), [self._keys.stream(tier)], args)])
+        self._cursors[tier] = cursor.decode()
+        return _uncounted(tier, entries)
 
     def claim_is_under_way(self, tier: Tier) -> bool:
         """Whether a tier's pending list has been gone through in part."""
@@ -76,32 +90,40 @@ class Consumer:
     def own_pending(self, known: Known, *, crashed: bool) -> list[Entry]:
         """Entries that are pending for this consumer and that ``known`` does not know.
 
-        After a crash they were a former process's of the same name, and being given them again is a delivery. Otherwise the
-        reply that brought them was lost on its way, and the delivery count stays as it is.
+        After a crash they were a former process's of the same name, and being given them again is a delivery; so it is where
+        they were handed back, or their lease has lapsed, and nobody took them. Otherwise the reply that brought them was lost
+        on its way. The delivery count stays as it is.
         """
         return [entry for tier in TIERS for entry in self._own_pending(tier, known, crashed)]
 
     def _own_pending(self, tier: Tier, known: Known, crashed: bool) -> list[Entry]:
         stream, start, found = self._keys.stream(tier), "-", []
         while page := self._page(stream, start):
-            ids = [item["message_id"].decode() for item in page]
-            counts = {id_: item["times_delivered"] for id_, item in zip(ids, page, strict=True)}
-            for id_ in ids:
+            alike: defaultdict[tuple[int, bool], list[Any]] = defaultdict(list)
+            for item in page:
+                id_, counted = item["message_id"].decode(), not crashed and item["time_since_delivered"] < self._lease_ms
                 if not known(tier, id_):
-                    options: dict[str, Any] = {} if crashed else {"retrycount": counts[id_]}
-                    found += _entries(tier, self._client.xclaim(stream, GROUP, self._name, 0, [id_], **options))
-            start = f"({ids[-1]}"
+                    alike[item["times_delivered"], counted].append(id_)
+            for (count, counted), ids in alike.items():
+                found += _entries(tier, self._client.xclaim(stream, GROUP, self._name, 0, ids, retrycount=count), counted=counted)
+            start = f"({page[-1]['message_id'].decode()}"
         return found
 
     def _page(self, stream: str, start: str) -> list[dict[str, Any]]:
         return list(self._client.xpending_range(stream, GROUP, start, "+", MAX_PAGE, consumername=self._name))
 
 
-def parse_autoclaim(reply: list[Any]) -> tuple[str, list[Any]]:
-    """Cursor and entries of an XAUTOCLAIM reply: of two elements (6.2), or of three, the last the deleted ids (7.0 and later)."""
-    return reply[0].decode(), reply[1]
+def _page_of(room: Mapping[Tier, int]) -> tuple[list[Tier], int]:
+    tiers = [tier for tier in TIERS if room.get(tier, 0) > 0]
+    assert tiers, "nothing to read for"
+    return tiers, min(MAX_PAGE, *(room[tier] for tier in tiers))
 
 
-def _entries(tier: Tier, entries: Any) -> list[Entry]:
-    """An entry that was deleted while pending comes as nil before 7.0: there is nothing to answer, and a renewal drops it."""
-    return [Entry(tier, item[0].decode(), item[1]) for item in entries if item is not None and item[0] is not None and item[1] is not None]
+def _uncounted(tier: Tier, entries: Any) -> list[Entry]:
+    """Of a script's reply, where an entry's fields are a flat list."""
+    return [Entry(tier, id_.decode(), dict(zip(fields[::2], fields[1::2], strict=True)), counted=False) for id_, fields in entries]
+
+
+def _entries(tier: Tier, entries: Any, *, counted: bool = True) -> list[Entry]:
+    """An entry that was deleted while pending may come as nil: there is nothing to answer, and a renewal drops it."""
+    return [Entry(tier, item[0].decode(), item[1], counted) for item in entries if item is not None and None not in item]

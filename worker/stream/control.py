@@ -1,4 +1,4 @@
-"""Orders to all workers: those that any caller may give, and an operator's. Each worker reads all of them, from its own start on."""
+"""Orders to workers: those that any caller may give, and those of operators and other workers. Each worker reads all, from its start on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import redis
 from producer.keys import Keys
 
 MAX_ORDERS = 1000
+CONTROL_LENGTH = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order: ``cancel`` or ``stream`` a request, ``claim`` what ``worker`` has handed back, ``reload`` with ``model`` (``worker``, or
-    all where that is ''). ``id`` is the entry's.
+    """One order: ``cancel`` or ``stream`` a request, ``claim`` what ``worker`` has handed back (``recipient``, or all where that is ''),
+    ``share`` what waits (``worker``, with ``recipient``), ``reload`` with ``model`` (``worker``, or all where that is ''). ``id`` is the
+    entry's.
     """
 
     op: str
     request_id: str = ""
     worker: str = ""
     model: str = ""
+    recipient: str = ""
     id: str = ""
 
 
@@ -30,7 +33,8 @@ class Control:
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self._client = client
-        self._ops = {keys.control: ("cancel", "stream", "claim"), keys.admin: ("reload",)}
+        self._ops = {keys.control: ("cancel", "stream", "claim"), keys.admin: ("reload", "share")}
+        self._admin = keys.admin
         self._last_ids: dict[Any, Any] = {}
 
     def start(self) -> None:
@@ -54,7 +58,12 @@ class Control:
             orders += [order for order in found if order.op in self._ops[key]]
         return orders
 
+    def ask_to_share(self, worker: str, recipient: str) -> None:
+        """Have ``worker`` hand back some of the requests that wait with it, for ``recipient`` to claim."""
+        self._client.xadd(self._admin, {"op": "share", "worker": worker, "for": recipient}, maxlen=CONTROL_LENGTH)
+
 
 def _order(entry_id: str, fields: dict[bytes, bytes]) -> Order:
-    op, request_id, worker, model = (fields.get(name, b"").decode(errors="replace") for name in (b"op", b"id", b"worker", b"model"))
-    return Order(op, request_id, worker, model, entry_id)
+    names = (b"op", b"id", b"worker", b"model", b"for")
+    op, request_id, worker, model, recipient = (fields.get(name, b"").decode(errors="replace") for name in names)
+    return Order(op, request_id, worker, model, recipient, entry_id)

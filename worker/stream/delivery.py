@@ -9,7 +9,7 @@ from typing import Literal
 from producer.codec import encode_body, encode_chunk, encode_error, encode_result, encoding_of, request_id_of
 from producer.errors import Cancelled, HeadraceError, Poisoned
 from producer.keys import Tier
-from producer.wire import Chunk, Encoding, Result, Usage
+from producer.wire import MAX_LABEL_BYTES, Chunk, Encoding, Result, Usage
 from worker.stream.consumer import Entry
 
 Status = Literal["done", "failed", "cancelled"]
@@ -52,16 +52,16 @@ class Delivery:
     An entry without a usable id is answered under the entry's own, which is what its XADD returned.
 
     Attributes:
-        attempt: which delivery this is, from 1; 0 until the ledger has begun it.
+        attempt: which delivery this is, from 1; 0 until the ledger has seen it.
         count: what the group's delivery count has to be while it is held: ``attempt``, and one less while it only waits
-            to be run alone, so that a crash which it cannot have caused is not held against it; 0 until it is begun.
+            for its turn, so that a crash which it cannot have caused is not held against it; None until the ledger has seen it.
     """
 
     entry: Entry
     request_id: str = field(init=False)
     encoding: Encoding = field(init=False)
     attempt: int = 0
-    count: int = 0
+    count: int | None = None
 
     def __post_init__(self) -> None:
         self.request_id = request_id_of(self.fields) or self.entry.id
@@ -74,6 +74,18 @@ class Delivery:
     @property
     def fields(self) -> Mapping[bytes, bytes]:
         return self.entry.fields
+
+    @property
+    def count_before(self) -> int | Literal["", "less"]:
+        """What the group's delivery count was before this delivery; '' where it is that still, ``less`` where it is one less than now."""
+        if self.attempt:
+            return self.attempt - 1
+        return "less" if self.entry.counted else ""
+
+    @property
+    def source(self) -> str:
+        """Whose it is, as far as can be told before it is decoded, which may refuse the label."""
+        return self.fields.get(b"source", b"")[:MAX_LABEL_BYTES].decode(errors="replace")
 
     @property
     def deadline_ms(self) -> int | None:

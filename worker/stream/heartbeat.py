@@ -54,6 +54,16 @@ class Heartbeat:
                     names.add(name)
         return names
 
+    def holder_of_most(self) -> str:
+        """The other worker with the most requests that wait beyond what its engine has room for; '' where none has any."""
+        holders = {consumer["name"].decode(errors="replace") for tier in TIERS for consumer in self._consumers(tier) if consumer["pending"]}
+        ahead = {name: self._ahead_of(name) for name in holders - {self._name}}
+        return max((name for name in ahead if ahead[name]), key=ahead.__getitem__, default="")
+
+    def _ahead_of(self, name: str) -> int:
+        said: Any = self._client.hget(self._keys.worker(name), "ahead")
+        return int(said) if said is not None and said.isdigit() else 0
+
     def _consumers(self, tier: Tier) -> list[dict[str, Any]]:
         try:
             return list(self._client.xinfo_consumers(self._keys.stream(tier), GROUP))

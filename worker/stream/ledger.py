@@ -7,7 +7,7 @@ the caller simply calls again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -19,14 +19,15 @@ from producer.errors import InternalError
 from producer.keys import GROUP, TIERS, Keys
 from producer.scripts import Argument
 from producer.wire import Chunk
+from worker.stream.control import CONTROL_LENGTH
 from worker.stream.delivery import Delivery, Settlement, TokensFrame
 from worker.stream.scripts import Call, load, run, run_each
 
 ALONE_FROM_ATTEMPT = 3  # two workers that held it died
-CONTROL_LENGTH = 10_000
 _LOST, _SETTLED = -1, -2
+_PAGE = 250  # entries that one call of a script renews or hands back: a few milliseconds in which Redis serves nobody else
 
-Verdict = Literal["run", "suspect", "cancelled", "expired", "poisoned", "settled", "duplicate", "lost"]
+Verdict = Literal["run", "held", "suspect", "cancelled", "expired", "poisoned", "settled", "duplicate", "lost"]
 Outcome = Literal["written", "settled", "lost", "behind"]
 
 
@@ -35,8 +36,9 @@ class Begun:
     """What the ledger says of a delivery.
 
     Attributes:
-        verdict: ``run`` it; it is a ``suspect``, to be run alone; it was ``cancelled``, is ``expired`` or ``poisoned`` and is
-            still to be answered; or drop it: it is ``settled`` or a ``duplicate`` (both are off the queue now), or ``lost``.
+        verdict: ``run`` it; it is ``held``, until its turn comes; it is a ``suspect``, to be run alone; it was ``cancelled``,
+            is ``expired`` or ``poisoned`` and is still to be answered; or drop it: it is ``settled`` or a ``duplicate`` (both
+            are off the queue now), or ``lost``.
         now_ms: Redis time.
         published: number of output tokens that earlier deliveries published.
     """
@@ -94,18 +96,25 @@ class Ledger:
         self._state_ttl_ms = int(state_ttl_s * 1000)
         self._streams = [keys.stream(tier) for tier in TIERS]
 
-    def begin(self, deliveries: Sequence[Delivery], *, alone: bool = False) -> list[Begun]:
-        """Ask whether to run each of ``deliveries``; sets ``attempt`` and ``count``.
+    def begin(self, deliveries: Sequence[Delivery]) -> list[Begun]:
+        """Ask whether to run each of ``deliveries``, which were just given and counted; sets ``attempt`` and ``count``."""
+        return self._ask([(item, "run") for item in deliveries])
 
-        Args:
-            alone: these are suspects whose turn to run alone has come.
-        """
+    def hold(self, deliveries: Sequence[Delivery]) -> list[Begun]:
+        """Ask whether each of ``deliveries``, which were just given, is to wait for its turn; sets ``attempt`` and ``count``."""
+        return self._ask([(item, "hold") for item in deliveries])
+
+    def begin_held(self, deliveries: Sequence[Delivery]) -> list[Begun]:
+        """Ask the same of those whose turn has come, suspects as well; from now on their attempts count."""
+        return self._ask([(item, item.attempt) for item in deliveries])
+
+    def _ask(self, questions: Sequence[tuple[Delivery, str | int]]) -> list[Begun]:
+        replies = run(self._client, [self._begin(item, purpose) for item, purpose in questions])
         begun = []
-        for delivery, reply in zip(deliveries, run(self._client, [self._begin(item, alone) for item in deliveries]), strict=True):
-            verdict, attempt, now_ms, streamed, published, enqueued_ms = reply
+        for (delivery, purpose), (verdict, attempt, now_ms, streamed, published, enqueued_ms) in zip(questions, replies, strict=True):
             begun.append(Begun(cast("Verdict", verdict.decode()), now_ms, bool(streamed), published, enqueued_ms))
             delivery.attempt = attempt
-            delivery.count = attempt
+            delivery.count = attempt if purpose != "hold" or delivery.entry.counted else attempt - 1
         return begun
 
     def published(self, delivery: Delivery) -> list[Chunk]:
@@ -138,24 +147,26 @@ class Ledger:
 
     def renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Renew the leases of ``deliveries``; returns those that are lost."""
-        if not deliveries:
-            return []
-        args = [part for item in deliveries for part in (*self._where(item), item.count or "")]
+        return [lost for page in _pages(deliveries) for lost in self._renew(page)]
+
+    def _renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        args = [part for item in deliveries for part in (*self._where(item), "" if item.count is None else item.count)]
         (kept,) = run(self._client, [(load("renew"), self._streams, [GROUP, self._consumer, *args])])
         return [delivery for delivery, keeps in zip(deliveries, kept, strict=True) if not keeps]
 
-    def release(self, deliveries: Sequence[Delivery], *, crashed: bool = False) -> int:
+    def release(self, deliveries: Sequence[Delivery], *, crashed: bool = False, to: str = "") -> int:
         """Hand ``deliveries`` back, claimable at once, and tell the other workers; returns how many were still ours.
 
         Args:
             crashed: this counts as an attempt of those that were running.
+            to: the one worker to be told; '' tells all.
         """
-        if not deliveries:
-            return 0
-        args: list[Argument] = [GROUP, self._consumer, CONTROL_LENGTH]
+        return sum(self._release(page, crashed, to) for page in _pages(deliveries))
+
+    def _release(self, deliveries: Sequence[Delivery], crashed: bool, to: str) -> int:
+        args: list[Argument] = [GROUP, self._consumer, CONTROL_LENGTH, to]
         for item in deliveries:
-            before = item.attempt - 1 if item.attempt else ""
-            args += [*self._where(item), item.count if crashed and item.count else before]
+            args += [*self._where(item), item.count if crashed and item.count is not None else item.count_before]
         states = [self._keys.state(item.request_id) for item in deliveries]
         (count,) = run(self._client, [(load("release"), [*self._streams, self._keys.control, *states], args)])
         return int(count)
@@ -170,11 +181,11 @@ class Ledger:
     def _reply_and_state(self, delivery: Delivery) -> tuple[str, str]:
         return self._keys.reply(delivery.request_id), self._keys.state(delivery.request_id)
 
-    def _begin(self, delivery: Delivery, alone: bool) -> Call:
+    def _begin(self, delivery: Delivery, purpose: str | int) -> Call:
         (other,) = (self._keys.stream(tier) for tier in TIERS if tier != delivery.tier)
         deadline = "" if delivery.deadline_ms is None else delivery.deadline_ms
         args = [GROUP, self._consumer, delivery.entry.id, delivery.tier, deadline, delivery.encoding]
-        args += [self._max_attempts, ALONE_FROM_ATTEMPT, delivery.attempt if alone else ""]
+        args += [self._max_attempts, ALONE_FROM_ATTEMPT, purpose, int(not delivery.entry.counted)]
         return load("begin"), [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), other], args
 
     def _publish(self, frames: Sequence[TokensFrame]) -> Call:
@@ -198,3 +209,7 @@ class Ledger:
 
 def _settled(outcome: bytes, published: int) -> Settled:
     return Settled(cast("Outcome", outcome.decode()), published)
+
+
+def _pages(deliveries: Sequence[Delivery]) -> Iterator[Sequence[Delivery]]:
+    return (deliveries[start : start + _PAGE] for start in range(0, len(deliveries), _PAGE))

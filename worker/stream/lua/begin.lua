@@ -1,14 +1,18 @@
 #!lua flags=allow-oom
--- May this worker run the entry it was just given?
+-- May this worker run the entry it was just given? Whoever is told to hold it asks again when its turn has come.
 -- KEYS: the tier's stream, reply, state, the other tier's stream
 -- ARGV: group, consumer, entry, tier, deadline_ms or '', encoding, max_attempts, attempts from which it runs alone,
---       attempt it is given now that it does run alone, or ''
+--       what for: 'run' it, 'hold' it until its turn comes, or the attempt that it is given now that its turn has come;
+--       1 where the delivery count has not this delivery in it, else 0
 -- Returns: verdict, attempt, now_ms, 1 if somebody streams it, output tokens published, enqueued_ms
 local stream, reply, state, other = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local group, consumer, entry, tier = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
+local purpose = ARGV[9]
+
 local where, published, attempt = standing(stream, group, consumer, entry, reply, state)
 local now = now_ms()
+attempt = tonumber(purpose) or math.max(1, attempt + tonumber(ARGV[10]))
 local function answer(verdict)
   local known = redis.call('HMGET', state, 'stream', 'enqueued_ms')
   return { verdict, attempt, now, known[1] == '1' and 1 or 0, published, tonumber(known[2]) or tonumber(string.match(entry, '^%d+')) }
@@ -43,13 +47,15 @@ end
 if order[2] and (tonumber(order[2]) or now) < now then
   return answer('expired')
 end
-if ARGV[9] ~= '' then
-  attempt = tonumber(ARGV[9])
+if tonumber(purpose) then
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'RETRYCOUNT', attempt, 'JUSTID')
 elseif attempt > tonumber(ARGV[7]) then
   return answer('poisoned')
 elseif attempt >= tonumber(ARGV[8]) then
   return answer('suspect')
+elseif purpose == 'hold' then
+  redis.call('HSET', state, 'status', 'queued')
+  return answer('held')
 end
 redis.call('HSET', state, 'status', 'running', 'worker', consumer, 'attempt', attempt, 'started_ms', now)
 return answer('run')
