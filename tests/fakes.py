@@ -105,6 +105,9 @@ class FakeInputs:
             request.score_start = len(prompt)
         return requests
 
+    def check_resumable(self, token_ids: Sequence[int]) -> None:
+        assert all(0 <= token_id < VOCABULARY for token_id in token_ids)
+
 
 class FakeEngine:
     """One token a step for every running request. The score of a text is its length, negative; its embedding its bytes' shares."""

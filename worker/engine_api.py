@@ -51,6 +51,10 @@ class InputProcessor(Protocol):
         """
         ...
 
+    def check_resumable(self, token_ids: Sequence[int]) -> None:
+        """Raises `ModelUnavailable` where the model cannot go on from such output."""
+        ...
+
 
 class EngineLimits(Protocol):
     """What an engine was told about its size and its callers: see `worker.engine.config`."""

@@ -282,7 +282,7 @@ class Intake:
         try:
             self._hand_over(active, chunks)
         except HeadraceError as error:
-            self._publisher.end(active, error)
+            self._refuse(active, error, chunks)
         except Exception as error:  # a fault of ours with this one request must not cost the others
             log.error("request could not be prepared", id=active.id, **described(error))
             self._publisher.end(active, InternalError("the request could not be prepared"))
@@ -293,6 +293,7 @@ class Intake:
         if wanted.params.n > engine.config.max_batch_size:
             raise fail("n", f"at most {engine.config.max_batch_size}, this worker's batch")
         requests = engine.inputs.prepare_all(replace(wanted, tier=tier_of(wanted, self._config.routes)))
+        engine.inputs.check_resumable([token for chunk in chunks for token in chunk.token_ids])
         outputs = Outputs(active.id, requests, engine.make_detokenizer)
         outputs.resume(chunks)
         num_resumed = outputs.num_tokens

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from producer.errors import ContextLengthExceeded, InvalidRequest
+from producer.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from producer.sampling import SamplingParams
 from producer.validate import fail
 from producer.wire import GenerateRequest
@@ -83,6 +83,15 @@ class InputProcessor:
         except InvalidRequest as error:
             error.request_id = wanted.id
             raise
+
+    def check_resumable(self, token_ids: Sequence[int]) -> None:
+        """Check what an earlier attempt generated: the model that did may not have been this one.
+
+        Raises:
+            ModelUnavailable: it has tokens that this model lacks.
+        """
+        if not all(0 <= token_id < self._limits.vocab_size for token_id in token_ids):
+            raise ModelUnavailable(f"another model began it: its output has token ids beyond the {self._limits.vocab_size} of this one")
 
     def _prepare_all(self, wanted: GenerateRequest) -> list[Request]:
         self._check_token_ids(wanted)
