@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from producer.client import Client
+from producer.connection import connect
+from tests.ledgers import Bench
+from tests.servers import Server
 from worker.embedded import EmbeddedQueue, embedded_queue
 
 
@@ -21,3 +24,9 @@ def real_queue() -> Iterator[EmbeddedQueue]:
 def client(real_queue: EmbeddedQueue) -> Iterator[Client]:
     with real_queue.client() as client:
         yield client
+
+
+@pytest.fixture
+def bench(any_server: Server, queue: str) -> Iterator[Bench]:
+    with connect(any_server.url) as client:
+        yield Bench(client, queue)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,83 +10,13 @@ from producer import scripts
 from producer.codec import decode_error, decode_frame, decode_result, encode_body
 from producer.connection import connect
 from producer.errors import Cancelled, DeadlineExceeded, Poisoned
-from producer.keys import GROUP, Keys
+from producer.keys import GROUP
 from producer.wire import Chunk, Result
+from tests.ledgers import BODY, Bench, begin, finish, publish, settle
 from tests.servers import Server
-from tests.workers import QueueView
-from worker.stream.consumer import Consumer, Entry
-from worker.stream.delivery import Delivery, Settlement
-from worker.stream.ledger import Begun, Ledger, Settled
-
-BODY = b'{"prompt":"hi"}'
-
-
-class Bench:
-    """A queue with two consumers on it."""
-
-    def __init__(self, client: redis.Redis, queue: str) -> None:
-        self.client = client
-        self.keys = Keys(queue)
-        self.view = QueueView(client, queue)
-        self.one, self.two = (self.ledger(name) for name in ("one", "two"))
-        Consumer(client, self.keys, "one", 1.0).ensure_groups()
-
-    def ledger(self, name: str, **options: Any) -> Ledger:
-        return Ledger(self.client, self.keys, name, **{"max_attempts": 3, "reply_ttl_s": 3600, "state_ttl_s": 86400} | options)
-
-    def put(self, request_id: str = "x1", tier: str = "realtime", **fields: Any) -> str:
-        entry: bytes = self.client.xadd(self.keys.prefix + tier, {"id": request_id, "json": BODY, **fields})
-        return entry.decode()
-
-    def read(self, name: str = "one", lease_s: float = 1.0) -> list[Delivery]:
-        entries = Consumer(self.client, self.keys, name, lease_s).read({"realtime": 10, "batch": 10}, block_ms=1)
-        return [Delivery(entry) for entry in entries]
-
-    def begun(self, name: str = "one", **fields: Any) -> Delivery:
-        """A request that consumer ``name`` has and runs."""
-        self.put(**fields)
-        (delivery,) = self.read(name)
-        (begun,) = self.ledger(name).begin([delivery])
-        assert begun.verdict == "run"
-        return delivery
-
-    def stolen_by(self, name: str, delivery: Delivery) -> Delivery:
-        """The same entry as another consumer's, as if the lease had lapsed."""
-        self.client.xclaim(self.keys.stream(delivery.tier), GROUP, name, 0, [delivery.entry.id])
-        return Delivery(delivery.entry)
-
-    def count(self, delivery: Delivery) -> int:
-        (pending,) = self.client.xpending_range(self.keys.stream(delivery.tier), GROUP, delivery.entry.id, delivery.entry.id, 1)
-        return int(pending["times_delivered"])
-
-
-@pytest.fixture
-def bench(any_server: Server, queue: str) -> Iterator[Bench]:
-    with connect(any_server.url) as client:
-        yield Bench(client, queue)
-
-
-def settle(ledger: Ledger, settlement: Settlement) -> Settled:
-    (settled,) = ledger.write([], [settlement]).settled
-    assert isinstance(settled, Settled), settled
-    return settled
-
-
-def finish(ledger: Ledger, delivery: Delivery, text: str = "ok") -> Settled:
-    return settle(ledger, delivery.finish(Result(id=delivery.request_id, text=text)))
-
-
-def publish(ledger: Ledger, delivery: Delivery, index: int, *tokens: int) -> int | None:
-    positions = ledger.write([delivery.publish(Chunk("".join(f" {t}" for t in tokens), list(tokens), index))], []).positions
-    if isinstance(positions, redis.ResponseError):
-        raise positions
-    (position,) = positions
-    return position
-
-
-def begin(ledger: Ledger, delivery: Delivery) -> Begun:
-    (begun,) = ledger.begin([delivery])
-    return begun
+from worker.stream.consumer import Consumer
+from worker.stream.delivery import Delivery
+from worker.stream.ledger import Settled
 
 
 def test_bare_entry_gets_a_state_when_it_is_begun(bench: Bench) -> None:
@@ -263,66 +192,6 @@ def test_deadline_that_passed_in_the_queue_is_told_by_redis_time(bench: Bench) -
     assert bench.view.state("late")["code"] == "DEADLINE_EXCEEDED"
 
 
-def test_suspect_counts_only_once_it_runs_alone(bench: Bench) -> None:
-    delivery = bench.begun()
-    bench.stolen_by("two", delivery)
-    suspect = bench.stolen_by("one", delivery)
-    assert begin(bench.one, suspect).verdict == "suspect"
-    assert suspect.attempt == 3
-    suspect.count = 2
-    bench.one.renew([suspect])
-    assert bench.count(suspect) == 2
-    assert bench.one.begin_held([suspect])[0].verdict == "run"
-    assert (bench.count(suspect), suspect.attempt, bench.view.state("x1")["attempt"]) == (3, 3, "3")
-
-
-def test_held_request_is_queued_and_counts_only_once_its_turn_comes(bench: Bench) -> None:
-    bench.put()
-    (first,) = bench.read()
-    for name, take in (("one", lambda: first), ("two", lambda: bench.stolen_by("two", first))):
-        ledger, delivery = bench.ledger(name), take()
-        for _ in range(2):  # a call whose reply was lost is sent again
-            (held,) = ledger.hold([delivery])
-        assert (held.verdict, delivery.attempt, bench.view.state("x1")["status"]) == ("held", 1, "queued")
-        delivery.count = 0
-        assert ledger.renew([delivery]) == []
-        assert bench.count(delivery) == 0
-    assert [begun.verdict for _ in range(2) for begun in bench.two.begin_held([delivery])] == ["run", "run"]
-    assert (bench.count(delivery), delivery.count, bench.view.state("x1")["status"]) == (1, 1, "running")
-
-
-def test_held_request_that_is_cancelled_or_late_is_told_when_its_turn_comes(bench: Bench) -> None:
-    seconds, _ = bench.client.time()
-    bench.put("cancelled")
-    bench.put("late")
-    held = bench.read()
-    assert [begun.verdict for begun in bench.one.hold(held)] == ["held", "held"]
-    body = encode_body({"code": "CANCELLED"}, "json")
-    script_keys = (bench.keys.state("cancelled"), bench.keys.reply("cancelled"), bench.keys.control)
-    assert scripts.load("cancel")(bench.client, script_keys, ("cancelled", body, body, 1000, 1000)) == b"cancelled"
-    bench.client.hset(bench.keys.state("late"), "deadline_ms", seconds * 1000 - 1)
-    assert [begun.verdict for begun in bench.one.begin_held(held)] == ["settled", "expired"]
-
-
-def test_request_held_after_two_crashes_is_a_suspect_and_after_more_is_given_up(bench: Bench) -> None:
-    delivery = bench.begun()
-    for name, verdict in (("two", "held"), ("one", "suspect"), ("two", "poisoned")):
-        delivery = bench.stolen_by(name, delivery)
-        assert bench.ledger(name).hold([delivery])[0].verdict == verdict
-
-
-def test_crowd_is_renewed_and_handed_back_page_by_page(bench: Bench) -> None:
-    for i in range(600):
-        bench.put(f"x{i}")
-    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
-    crowd = [Delivery(entry) for _ in range(6) for entry in consumer.read({"realtime": 100}, 1)]
-    lost = bench.stolen_by("two", crowd[555])
-    assert bench.one.renew(crowd) == [crowd[555]]
-    assert bench.one.release(crowd, to="two") == 599
-    assert {order[b"for"] for _, order in bench.client.xrange(bench.keys.control)} == {b"two"}
-    assert bench.count(lost) == 2
-
-
 def test_poisoned_request_is_answered_and_dead_lettered(bench: Bench) -> None:
     delivery = bench.begun(source="nightly")
     for name in ("two", "one", "two"):
@@ -344,14 +213,6 @@ def test_poisoned_request_is_answered_and_dead_lettered(bench: Bench) -> None:
         b"dead_entry": delivery.entry.id.encode(),
     }
     assert (bench.view.length(), bench.view.pending()) == (0, [])
-
-
-def test_renewing_is_no_attempt(bench: Bench) -> None:
-    delivery = bench.begun()
-    bench.client.xclaim(bench.keys.stream("realtime"), GROUP, "one", 0, [delivery.entry.id])  # its own scan took it again
-    for _ in range(3):
-        assert bench.one.renew([delivery]) == []
-    assert bench.count(delivery) == 1
 
 
 @pytest.mark.parametrize(("crashed", "attempt"), [(False, 1), (True, 2)])
@@ -414,85 +275,6 @@ def test_scripts_survive_a_server_that_forgot_them(bench: Bench) -> None:
     assert [frame[b"type"] for frame in bench.view.frames("x1")] == [b"tokens", b"final"]
 
 
-def test_own_pending_entries_keep_their_count_unless_their_process_died(bench: Bench) -> None:
-    bench.put("a")
-    bench.put("b", tier="batch")
-    known, unknown = bench.read("one")
-    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
-
-    def knows(tier: str, entry_id: str) -> bool:
-        return (tier, entry_id) == (known.tier, known.entry.id)
-
-    assert [entry.id for entry in consumer.own_pending(knows, crashed=False)] == [unknown.entry.id]
-    assert bench.count(unknown) == 1
-    restarted = [Delivery(entry) for entry in consumer.own_pending(lambda *_: False, crashed=True)]
-    assert [begun.verdict for begun in bench.one.hold(restarted)] == ["held", "held"]
-    assert [delivery.attempt for delivery in restarted] == [2, 2]
-    assert (bench.count(known), bench.count(unknown)) == (1, 1)
-
-
-def test_own_entry_that_was_handed_back_and_that_nobody_took_is_delivered_again(bench: Bench) -> None:
-    delivery = bench.begun()
-    bench.one.release([delivery])
-    (again,) = Consumer(bench.client, bench.keys, "one", 1.0).own_pending(lambda *_: False, crashed=False)
-    assert bench.one.hold([taken := Delivery(again)])[0].verdict == "held"
-    assert taken.attempt == 1
-
-
-def test_claiming_over_and_over_is_no_attempt_until_it_is_begun(bench: Bench) -> None:
-    delivery = bench.begun()
-    for name in ("two", "one", "two", "one", "two"):  # each dies before it comes to it
-        (entry,) = Consumer(bench.client, bench.keys, name, 0.0).claim("realtime", 10)
-    (begun,) = bench.two.hold([taken := Delivery(entry)])
-    assert (begun.verdict, taken.attempt, bench.count(taken)) == ("held", 2, 1)
-    bench.two.begin_held([taken])
-    assert bench.count(delivery) == 2
-
-
-def test_claiming_goes_round_a_pending_list_longer_than_a_page(bench: Bench) -> None:
-    ids = {bench.put(f"x{i}") for i in range(25)}
-    for _ in range(3):
-        bench.read("one")
-    consumer = Consumer(bench.client, bench.keys, "two", 0.0)
-    claimed: list[Entry] = []
-    while len(claimed) < 25:
-        page = consumer.claim("realtime", 4)
-        assert len(page) <= 4
-        claimed += page
-    assert {entry.id for entry in claimed} == ids
-
-
-def test_entry_deleted_while_pending_is_dropped_by_the_claim(bench: Bench) -> None:
-    entry = bench.put("x1")
-    bench.read("one")
-    bench.client.xdel(bench.keys.stream("realtime"), entry)
-    assert Consumer(bench.client, bench.keys, "two", 0.0).claim("realtime", 10) == []
-    assert bench.view.pending() == []
-
-
-def test_realtime_is_read_first_and_alone_where_batch_has_no_room(bench: Bench) -> None:
-    bench.put("b", tier="batch")
-    bench.put("r")
-    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
-    assert [entry.tier for entry in consumer.read({"realtime": 5, "batch": 0}, 1)] == ["realtime"]
-    bench.put("r2")
-    assert [entry.tier for entry in consumer.read({"realtime": 5, "batch": 5}, 1)] == ["realtime", "batch"]
-
-
-def test_look_does_not_wait_and_does_not_count(bench: Bench) -> None:
-    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
-    assert consumer.look({"realtime": 5, "batch": 5}) == []
-    for tier in ("batch", "realtime"):
-        bench.put(f"of-{tier}", tier=tier)
-    entries = consumer.look({"realtime": 5, "batch": 5})
-    assert [(entry.tier, entry.fields[b"id"]) for entry in entries] == [("realtime", b"of-realtime"), ("batch", b"of-batch")]
-    assert [bench.count(Delivery(entry)) for entry in entries] == [0, 0]
-    again = [Delivery(entry) for entry in consumer.own_pending(lambda *_: False, crashed=False)]  # the reply was lost
-    for deliveries in ([Delivery(entry) for entry in entries], again):
-        bench.one.hold(deliveries)
-        assert [delivery.attempt for delivery in deliveries] == [1, 1]
-
-
 def test_entry_without_usable_id_is_answered_under_its_own(bench: Bench) -> None:
     bench.client.xadd(bench.keys.stream("realtime"), {"json": BODY})
     (delivery,) = bench.read()
@@ -509,10 +291,3 @@ def test_final_reply_is_written_when_memory_is_full(server_kind: str, queue: str
             publish(bench.one, delivery, 0, 1)
         assert bench.one.renew([delivery]) == []
         assert finish(bench.one, delivery).outcome == "written"
-
-
-def test_waiting_for_entries_ends_with_the_first(bench: Bench) -> None:
-    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
-    started_s = time.monotonic()
-    assert consumer.read({"realtime": 1}, block_ms=50) == []
-    assert time.monotonic() - started_s >= 0.05
