@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -184,19 +185,20 @@ class Registry:
 
     def expired(self, now_s: float) -> Iterable[ActiveRequest]:
         """Those whose deadline has passed and that nothing has ended yet."""
-        return [
-            active
-            for active in self.all()
-            if active.deadline_s is not None and active.deadline_s <= now_s and active.end is None and active.outcome is None
-        ]
+        return [active for active in self.all() if _open_deadline_s(active) <= now_s]
 
     def next_deadline_s(self) -> float:
-        """Monotonic; infinite where there is none."""
-        return min(
-            (active.deadline_s for active in self.all() if active.deadline_s is not None and active.end is None), default=float("inf")
-        )
+        """Monotonic, of those that nothing has ended yet; infinite where there is none."""
+        return min(map(_open_deadline_s, self.all()), default=math.inf)
 
     def await_change(self, timeout_s: float) -> None:
         """Wait until one is dropped."""
         with self._changed:
             self._changed.wait(timeout_s)
+
+
+def _open_deadline_s(active: ActiveRequest) -> float:
+    """Monotonic; infinite where there is none, or it would end nothing any more."""
+    if active.deadline_s is None or active.end is not None or active.outcome is not None:
+        return math.inf
+    return active.deadline_s
