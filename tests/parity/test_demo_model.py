@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.generation import Expected, Loop, generate, greedy_request
 from worker.engine.config import EngineConfig
+from worker.engine.engine import Engine
 from worker.engine.model_loader import LoadedModel, load_model, local_model_path
 
 NUM_PROMPTS = int(os.environ.get("HEADRACE_PARITY_PROMPTS", "6"))
@@ -57,6 +58,11 @@ def test_alone(loaded: LoadedModel, prompts: list[list[int]], expected: list[Exp
     loop = Loop(loaded, num_blocks=NUM_BLOCKS, max_batch_size=1)
     for prompt, output in zip(prompts, expected, strict=True):
         check(loop, [prompt], [output])
+
+
+def test_int8_weights_and_cache_still_know_the_capital_of_france() -> None:
+    engine = Engine.load("demo", quantization="int8", kv_dtype="int8", num_blocks=32, max_model_len=256)
+    assert engine.generate("The capital of France is", temperature=0.0, max_tokens=4)[0].text.startswith(" Paris")
 
 
 def test_all_at_once_in_random_chunks(loaded: LoadedModel, prompts: list[list[int]], expected: list[Expected]) -> None:
