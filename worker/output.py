@@ -323,8 +323,12 @@ class Publisher:
 
     def _ended(self, active: ActiveRequest, became: Outcome) -> None:
         log_end(active, became, with_text=self._config.log_prompts)
-        if self._on_end is not None:
+        if self._on_end is None:
+            return
+        try:
             self._on_end(active, became)
+        except Exception as error:  # whoever listens is no part of what was promised to callers
+            log.error("end could not be told", id=active.id, **described(error))
 
     def _handed_back(self, *, crashed: bool, running_only: bool = False) -> bool:
         """One attempt at writing everything and handing back the rest: all, or those that are in the engine.

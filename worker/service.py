@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from io import RawIOBase
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import structlog
 
@@ -27,6 +28,8 @@ from worker.metrics import WorkerMetrics
 from worker.reload import Reload
 from worker.tracing import exporting_to
 from worker.worker import Worker
+
+log = structlog.get_logger("headrace.worker")
 
 _PING_TIMEOUT_S = 1.0  # of the readiness check; a probe waits for it
 
@@ -63,13 +66,13 @@ def serve(
 
     metrics = WorkerMetrics(config.name, metrics_sources)
     with ExitStack() as stack:
-        log = stack.enter_context(StepLog.opened(step_log)) if step_log is not None else None
+        steps = stack.enter_context(StepLog.opened(step_log)) if step_log is not None else None
         tracer = stack.enter_context(exporting_to(otlp_traces_endpoint, config)) if otlp_traces_endpoint is not None else None
         worker = Worker(
             config,
             load_engine,
             metrics,
-            on_step=log.write if log is not None else None,
+            on_step=steps.write if steps is not None else None,
             on_end=tracer.record if tracer is not None else None,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -87,19 +90,29 @@ def serve(
 
 class StepLog:
     """A JSON line a step, written at once: when it ended (Unix time), how long it took, how long the device had idled before it, its size,
-    and the KV cache behind it (`SchedulerStats.kv_usage`, `kv_waste`).
+    and the KV cache behind it (`SchedulerStats.kv_usage`, `kv_waste`). It ends with the first line that cannot be written.
     """
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: RawIOBase) -> None:
         self._file = file
+        self._ended = False
 
     @classmethod
     @contextmanager
     def opened(cls, path: Path) -> Iterator[StepLog]:
-        with path.open("w", buffering=1) as file:
+        with path.open("wb", buffering=0) as file:
             yield cls(file)
 
     def write(self, step: StepSample, stats: SchedulerStats) -> None:
+        if self._ended:
+            return
+        try:
+            self._file.write(self._line(step, stats))
+        except OSError as error:
+            self._ended = True
+            log.error("step log ended", error=type(error).__name__, detail=str(error))
+
+    def _line(self, step: StepSample, stats: SchedulerStats) -> bytes:
         line = {
             "time_s": round(time.time(), 4),
             "step_ms": round(1000 * step.seconds, 3),
@@ -109,7 +122,7 @@ class StepLog:
             "kv_usage": round(stats.kv_usage, 4),
             "kv_waste": round(stats.kv_waste, 4),
         }
-        self._file.write(json.dumps(line) + "\n")
+        return json.dumps(line).encode() + b"\n"
 
 
 def configure_logging(level: str, form: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import redis
 
 from producer import Client
@@ -10,6 +11,7 @@ from producer.keys import GROUP, TIERS, Keys
 from tests.fakes import FakeEngine
 from tests.servers import Server
 from tests.workers import QueueView, eventually, worker_thread
+from worker.registry import ActiveRequest
 from worker.stream.consumer import Consumer
 from worker.stream.heartbeat import Heartbeat
 
@@ -46,6 +48,30 @@ def test_live_workers_without_requests_are_left_alone(server: Server, queue: str
             assert view.consumers() == names
             assert set(view.workers()) == names
             eventually(lambda: float(view.workers()[one.config.name]["uptime_s"]) > 0, "beating")
+
+
+@pytest.mark.parametrize("ends", ["answered", "lost"])
+def test_listener_that_fails_costs_the_worker_nothing(server: Server, queue: str, raw: redis.Redis, ends: str) -> None:
+    """In the publisher's thread, and in the keeper's."""
+    told: list[str] = []
+
+    def fail(_: ActiveRequest, became: str) -> None:
+        told.append(became)
+        raise RuntimeError("of the tracer")
+
+    engine = FakeEngine(step_s=0.002)
+    with worker_thread(server.url, queue, engine, on_end=fail, lease_s=0.5) as worker, Client(server.url, queue) as caller:
+        if ends == "lost":
+            handle = caller.submit("taken away", max_tokens=10_000)
+            eventually(lambda: handle.status() == "running", "running")
+            stream = Keys(queue).stream("realtime")
+            (pending,) = raw.xpending_range(stream, GROUP, "-", "+", 1)
+            raw.xclaim(stream, GROUP, "another", 0, [pending["message_id"]])
+            eventually(lambda: "lost" in told, "told")
+            handle.cancel()
+        assert caller.submit_and_wait("hello", max_tokens=3, timeout=20).finish_reason == "length"
+        eventually(lambda: "written" in told, "told")
+        assert worker.state == "running"
 
 
 def test_keys_and_memory_return_to_the_start(queue: str) -> None:

@@ -1,10 +1,18 @@
-"""The form of the worker's log, in a process of its own: it is set for good."""
+"""What the worker writes of itself. The form of its log is looked at in a process of its own: it is set for good."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import structlog
+
+from worker.engine.engine import StepSample
+from worker.engine.scheduler import SchedulerStats
+from worker.service import StepLog
 
 CODE = """
 import logging, structlog
@@ -30,3 +38,23 @@ def test_every_line_is_json_a_librarys_too() -> None:
     ]
     assert "ValueError: of a library" in lines[2]["exception"]
     assert all("timestamp" in line for line in lines)
+
+
+STEP = StepSample(0.0125, 0.001, 3, 70)
+
+
+def test_step_log_has_a_line_a_step_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    with StepLog.opened(path) as steps:
+        for count in (1, 2):
+            steps.write(STEP, SchedulerStats())
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            assert [(line["step_ms"], line["batch_size"], line["num_tokens"]) for line in lines] == [(12.5, 3, 70)] * count
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_step_log_on_a_full_disk_ends_and_says_so_once() -> None:
+    with structlog.testing.capture_logs() as log, StepLog.opened(Path("/dev/full")) as steps:
+        for _ in range(3):
+            steps.write(STEP, SchedulerStats())
+    assert [(line["event"], line["error"]) for line in log] == [("step log ended", "OSError")]
