@@ -153,9 +153,9 @@ class Registry:
             self._changed.notify_all()
 
     def activate(self, active: ActiveRequest, outputs: Outputs) -> bool:
-        """It goes to the engine now, as ``outputs.requests``; False where an order to end it came first."""
+        """It goes to the engine now, as ``outputs.requests``; False where an order to end it, or its loss, came first."""
         with self.lock:
-            if active.end is not None:
+            if active.end is not None or not self.holds(active):
                 return False
             active.outputs = outputs
             self._by_id[active.id] = active
