@@ -250,6 +250,8 @@ class Intake:
 
     def _obey(self, active: ActiveRequest, begun: Begun, chunks: list[Chunk], now_s: float) -> None:
         active.start = Start.of(begun, now_s)
+        if active.delivery.deadline_ms is not None:
+            active.deadline_s = active.start.monotonic_s(active.delivery.deadline_ms)
         active.streamed = active.streamed or begun.streamed
         match begun.verdict:
             case "settled" | "duplicate" | "lost":
@@ -307,9 +309,6 @@ class Intake:
             log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=num_resumed)
 
     def _label(self, active: ActiveRequest, wanted: GenerateRequest, requests: Sequence[Request]) -> None:
-        assert active.start is not None, "it was begun"
-        if wanted.deadline_ms is not None:
-            active.deadline_s = active.start.monotonic_s(wanted.deadline_ms)
         active.source = wanted.source
         active.streamed = active.streamed or wanted.stream
         for request in requests:
@@ -320,11 +319,8 @@ class Intake:
 
     def _hold(self, active: ActiveRequest) -> None:
         delivery = active.delivery
-        assert active.start is not None, "the ledger has seen it"
         delivery.count = delivery.attempt - 1
         active.source = delivery.source
-        if delivery.deadline_ms is not None:
-            active.deadline_s = active.start.monotonic_s(delivery.deadline_ms)
         self._ahead.push(active)
 
     def _answer_askers(self) -> None:

@@ -12,7 +12,7 @@ import structlog
 from producer import Client, Handle, Result
 from producer.codec import decode_error, decode_frame, decode_result
 from producer.errors import BatchFailed, Cancelled, ContextLengthExceeded, DeadlineExceeded, HeadraceError, InvalidRequest, WaitTimeout
-from producer.keys import Keys, Tier
+from producer.keys import GROUP, Keys, Tier
 from tests.fakes import FAIL, FakeDelta, FakeDetokenizer, FakeEngine, expected_text, expected_tokens, next_token
 from tests.servers import Server
 from tests.workers import QueueView, eventually, idle, worker_thread
@@ -213,6 +213,25 @@ def test_deadline_that_passes_while_running_gives_the_partial_text(client: Clien
     assert tokens
     assert tokens == expected_tokens("hello", len(tokens))
     eventually(lambda: idle(worker), "idle")
+    view.assert_clean()
+
+
+@pytest.mark.parametrize("deliveries", [0, 2], ids=["waiting for room", "suspect that waits for its turn"])
+def test_deadline_that_passes_while_held_ends_it_then(server: Server, queue: str, client: Client, view: QueueView, deliveries: int) -> None:
+    first = client.submit("endless", max_tokens=50_000)
+    late = client.submit("late", max_tokens=5, deadline_s=3.0)
+    stream = view.keys.stream("realtime")
+    view.client.xgroup_create(stream, GROUP, id="0")
+    if deliveries:  # to workers that died
+        for entry_id, _ in view.client.xreadgroup(GROUP, "dead", {stream: ">"})[0][1]:
+            view.client.xclaim(stream, GROUP, "dead", 0, [entry_id], idle=3_600_000, retrycount=deliveries)
+    with worker_thread(server.url, queue, FakeEngine(max_batch_size=1, step_s=0.005), fetch_ahead=8) as worker:
+        eventually(lambda: first.status() == "running" and len(worker.registry) == 2, "one runs, the other is held")
+        with pytest.raises(DeadlineExceeded):
+            late.result(timeout=20)
+        assert first.status() == "running"
+        first.cancel()
+        eventually(lambda: idle(worker), "idle")
     view.assert_clean()
 
 
