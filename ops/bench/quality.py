@@ -11,6 +11,7 @@ usual.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -65,19 +66,24 @@ class Quality:
 def main() -> None:
     options = _options()
     prompts = [request.prompt_token_ids[:_PROMPT_TOKENS] for request in workloads.load("mixed", count=options.prompts)]
-    results: list[Quality] = []
-    expected: list[list[int]] = []
-    for name, settings in _VARIANTS.items():
-        perplexity, outputs = _run(options.model, settings, prompts, options.tokens)
-        expected = expected or outputs
-        results.append(_compared(name, perplexity, outputs, expected))
-        print(results[-1], file=sys.stderr)
-    theirs = [_generate(options.model, dtype, prompts, options.tokens) for dtype in ("float32", "bfloat16")]
-    results.append(_compared(_TRANSFORMERS, None, theirs[1], theirs[0]))
+    with contextlib.redirect_stdout(sys.stderr):  # what engines log is no part of the result
+        results = _measure(options.model, prompts, options.tokens)
     if options.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
         Console().print(_table(results, options.tokens))
+
+
+def _measure(model: str, prompts: Sequence[list[int]], num_tokens: int) -> list[Quality]:
+    results: list[Quality] = []
+    expected: list[list[int]] = []
+    for name, settings in _VARIANTS.items():
+        perplexity, outputs = _run(model, settings, prompts, num_tokens)
+        expected = expected or outputs
+        results.append(_compared(name, perplexity, outputs, expected))
+        print(results[-1])
+    theirs = [_generate(model, dtype, prompts, num_tokens) for dtype in ("float32", "bfloat16")]
+    return [*results, _compared(_TRANSFORMERS, None, theirs[1], theirs[0])]
 
 
 def _options() -> argparse.Namespace:
