@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import structlog
 
@@ -35,7 +36,7 @@ class Reloader:
     Args:
         load: makes an engine with the model of a name; '' names the worker's own. Called in the engine's thread.
         over: whether the worker is to end, which ends a reload as well.
-        wake: has `run` called soon, by the thread that calls it.
+        wake: has `run` called once more soon, by the thread that calls it.
     """
 
     def __init__(self, core: Core, intake: Intake, load: LoadModel, *, over: Callable[[], bool], wake: Callable[[], None]) -> None:
@@ -46,13 +47,13 @@ class Reloader:
         self._over = over
         self._wake = wake
         self._model = ""
-        self._asked: Reload | None = None
+        self._asked: SimpleQueue[Reload] = SimpleQueue()  # safe to use in a signal handler
         self._done_id = ""
         self._error = ""
 
     def ask(self, order: Reload) -> None:
-        """Have `run` carry out ``order``, or the last one asked for before that. May be called from a signal handler."""
-        self._asked = order
+        """Have a `run` carry out ``order``, after those asked for before. May be called from a signal handler and from any thread."""
+        self._asked.put(order)
         self._wake()
 
     @property
@@ -61,9 +62,10 @@ class Reloader:
         return {"reload": self._done_id, "reload_error": self._error}
 
     def run(self) -> bool:
-        """Carry out what was asked for; False where nothing was."""
-        order, self._asked = self._asked, None
-        if order is None:
+        """Carry out the next order; False where there is none."""
+        try:
+            order = self._asked.get_nowait()
+        except Empty:
             return False
         self.active = True
         model = order.model or self._model

@@ -125,6 +125,29 @@ def test_only_the_worker_that_is_named_reloads(
         assert sorted(headrace("--model", "third").output.splitlines()) == ["w1: serves third", "w2: serves third"]
 
 
+def test_orders_that_come_together_are_all_carried_out_in_turn(server: Server, queue: str, view: QueueView) -> None:
+    loaded: list[str] = []
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(model: str) -> FakeEngine:
+        loaded.append(model)
+        if model:
+            loading.set()
+            assert go_on.wait(30)
+        return FakeEngine(model)
+
+    with worker_thread(server.url, queue, load=load) as worker:
+        view.await_running()
+        worker.request_reload(Reload("second", "1-0"))
+        assert loading.wait(30)
+        worker.request_reload(Reload("third", "2-0"))
+        worker.request_reload(Reload())  # a signal's
+        go_on.set()
+        eventually(lambda: loaded == ["", "second", "third", "third"], "all carried out")
+        eventually(lambda: view.workers()[worker.config.name]["reload"] == "2-0", "told")
+        assert view.workers()[worker.config.name]["model"] == "third"
+
+
 def test_worker_that_is_told_to_stop_while_it_loads_stops(server: Server, queue: str, client: Client, view: QueueView) -> None:
     loading, go_on = threading.Event(), threading.Event()
 
