@@ -20,7 +20,7 @@ from producer.errors import ModelUnavailable
 from tests.tiny_models import tiny_model
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
-from worker.engine.model_loader import choose_device, choose_dtype, load_model, local_model_path, prepare_model
+from worker.engine.model_loader import choose_device, choose_dtype, load_model, local_model_path, prepare_model, runs_natively
 from worker.engine.quantization import Int8Linear
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -208,18 +208,23 @@ def test_automatic_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("isa", "architecture", "dtype"),
+    ("isa", "architecture", "settings", "dtype"),
     [
-        ("avx2", "LlamaForCausalLM", torch.bfloat16),
-        ("avx2", "OPTForCausalLM", torch.float32),  # its own modules would compute in a dtype that the CPU does not
-        ("portable", "LlamaForCausalLM", torch.float32),
-        (None, "LlamaForCausalLM", torch.float32),
+        ("avx2", "LlamaForCausalLM", {}, torch.bfloat16),
+        ("avx2", "LlamaForCausalLM", {"block_size": 48, "kv_dtype": "int8"}, torch.bfloat16),
+        ("avx2", "OPTForCausalLM", {}, torch.float32),  # its own modules would compute in a dtype that the CPU does not
+        ("avx2", "LlamaForCausalLM", {"attention": "torch"}, torch.float32),  # and so here
+        ("avx2", "LlamaForCausalLM", {"block_size": 24}, torch.float32),
+        ("portable", "LlamaForCausalLM", {}, torch.float32),
+        (None, "LlamaForCausalLM", {}, torch.float32),
     ],
 )
 def test_without_bfloat16_instructions_it_is_taken_where_our_kernels_run_the_model(
-    isa: str | None, architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str | None, architecture: str, settings: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lib = None if isa is None else SimpleNamespace(headrace_isa=isa.encode)
     monkeypatch.setattr("worker.engine.model_loader.kernels", lambda: lib)
-    monkeypatch.setattr("worker.engine.model_loader._computes_bfloat16", lambda _: False)
-    assert choose_dtype("auto", torch.device("cpu"), [architecture]) == dtype
+    monkeypatch.setattr("worker.engine.model_loader.computes_bfloat16", lambda _: False)
+    device = torch.device("cpu")
+    natively = runs_natively(EngineConfig(**settings), device, [architecture])
+    assert choose_dtype("auto", device, natively=natively) == dtype

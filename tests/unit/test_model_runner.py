@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from producer.sampling import SamplingParams
@@ -173,3 +174,15 @@ def test_two_runners_may_be_made_and_run_in_two_threads(architecture: str) -> No
     assert expected[0] != expected[1]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(serve, models)) == expected
+
+
+@pytest.mark.parametrize(("dtype", "instructions", "warns"), [("auto", False, True), ("auto", True, False), ("bfloat16", False, False)])
+def test_bfloat16_that_turned_out_slow_is_warned_of(
+    own: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, instructions: bool, warns: bool
+) -> None:
+    """As where a model of an architecture that our kernels run has a size that they do not."""
+    monkeypatch.setattr("worker.engine.model_runner.computes_bfloat16", lambda _: instructions)
+    loaded = prepare_model(copy.deepcopy(own).to(torch.bfloat16), None, "tiny")
+    with structlog.testing.capture_logs() as log:
+        ModelRunner(loaded, EngineConfig(num_blocks=16, dtype=dtype, attention="torch"))
+    assert any("float32 is faster" in line["event"] for line in log) is warns

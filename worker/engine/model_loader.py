@@ -21,7 +21,7 @@ from producer.errors import ModelUnavailable
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
 from worker.engine.fused.structure import ARCHITECTURES
-from worker.engine.native.library import kernels
+from worker.engine.native.library import GROUP, kernels
 from worker.engine.probe import check_class, check_config
 from worker.engine.quantization import quantize_linears
 
@@ -107,30 +107,36 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def choose_dtype(name: str, device: torch.device, architectures: Sequence[str] = ()) -> torch.dtype:
-    """The dtype of a name; ``auto`` is bfloat16 where a model of ``architectures`` is computed fast in it, else float32.
+def choose_dtype(name: str, device: torch.device, *, natively: bool = False) -> torch.dtype:
+    """The dtype of a name; ``auto`` is bfloat16 where the model is computed fast in it, else float32.
+
+    Args:
+        natively: `runs_natively`; our kernels only store in bfloat16 where the CPU does not compute in it.
 
     Raises:
         ModelUnavailable: there is no such dtype.
     """
     if name == "auto":
-        return torch.bfloat16 if _computes_bfloat16(device) or _runs_natively(device, architectures) else torch.float32
+        return torch.bfloat16 if natively or computes_bfloat16(device) else torch.float32
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
     if name not in dtypes:
         raise ModelUnavailable(f"dtype {name!r} is none of auto, {', '.join(dtypes)}")
     return dtypes[name]
 
 
-def _computes_bfloat16(device: torch.device) -> bool:
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether it has instructions for it, so that torch's own operators are fast."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _runs_natively(device: torch.device, architectures: Sequence[str]) -> bool:
-    """Whether our kernels, which only store in bfloat16 where the CPU does not compute in it, run whole steps of such a model."""
-    lib = kernels() if device.type == "cpu" else None
-    return lib is not None and lib.headrace_isa() == b"avx2" and not ARCHITECTURES.isdisjoint(architectures)
+def runs_natively(config: EngineConfig, device: torch.device, architectures: Sequence[str]) -> bool:
+    """Whether our kernels run whole steps of a model of one of these architectures on a CPU without AVX-512."""
+    if device.type != "cpu" or config.attention != "auto" or config.block_size % GROUP or ARCHITECTURES.isdisjoint(architectures):
+        return False
+    lib = kernels()
+    return lib is not None and lib.headrace_isa() == b"avx2"
 
 
 def local_model_path(model: str) -> str:
@@ -212,7 +218,7 @@ def _load(source: str, config: EngineConfig, device: torch.device) -> tuple[Any,
     trust = config.trust_remote_code
     found = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     check_config(found.get_text_config(decoder=True))  # before gigabytes of weights are read
-    dtype = choose_dtype(config.dtype, device, found.architectures or ())
+    dtype = choose_dtype(config.dtype, device, natively=runs_natively(config, device, found.architectures or ()))
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager", trust_remote_code=trust)
     return model, tokenizer

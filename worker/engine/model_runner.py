@@ -20,7 +20,7 @@ from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.fused.decoder import FusedDecoder, fuse
 from worker.engine.input_batch import InputBatch, StepInputs
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes
-from worker.engine.model_loader import LoadedModel
+from worker.engine.model_loader import LoadedModel, computes_bfloat16
 from worker.engine.probe import check_numbers
 from worker.engine.request import Sampled, StepPlan
 from worker.engine.run_ahead import RunAhead
@@ -79,6 +79,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._fused = self._fuse()
         self._probe(config)
+        self._warn_of_slow_dtype(config)
         self._capture(config)
         runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
         self.ahead = RunAhead((self._inputs, self._make_inputs(config)), self._logits) if runs_ahead else None
@@ -138,6 +139,11 @@ class ModelRunner:
             except Exception as error:
                 if not self._give_way(error):
                     raise
+
+    def _warn_of_slow_dtype(self, config: EngineConfig) -> None:
+        loaded = self._loaded
+        if self._fused is None and config.dtype == "auto" and loaded.dtype == torch.bfloat16 and not computes_bfloat16(loaded.device):
+            log.warning("the model's own modules compute in bfloat16, which this device has no instructions for: float32 is faster")
 
     def _give_way(self, error: Exception) -> bool:
         """Do without the fastest part of what has failed; False where there is nothing left to do without."""
