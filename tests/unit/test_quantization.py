@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from producer.errors import ModelUnavailable
 from tests.tiny_models import tiny_model
+from worker.engine import quantization
 from worker.engine.quantization import Int8Linear, dequantize, quantize_linears, quantize_rows
 
 LARGEST = 2.0**126  # at float32's very end the product with the scale may round to infinity
@@ -116,3 +118,26 @@ def test_a_weight_that_is_no_number_is_refused_by_name(value: float) -> None:
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
     with pytest.raises(ModelUnavailable, match=r"model\.layers\.1\.mlp\.up_proj"):
         quantize_linears(model)
+
+
+@pytest.mark.parametrize("most", [1, 48 * 7, 48 * 100])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_computes_the_same_whatever_part_of_it_is_in_memory(
+    dtype: torch.dtype, bias: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.Linear(48, 100, bias=bias, dtype=dtype).requires_grad_(False)
+    layer = Int8Linear(linear)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    expected = functional.linear(x, dequantize(layer.codes, layer.scale, dtype), linear.bias)
+    sizes: list[int] = []
+
+    def watched(codes: Tensor, scale: Tensor, wanted: torch.dtype) -> Tensor:
+        sizes.append(codes.numel())
+        return dequantize(codes, scale, wanted)
+
+    monkeypatch.setattr(quantization, "dequantize", watched)
+    monkeypatch.setattr(quantization, "_MOST_DEQUANTIZED", most)
+    torch.testing.assert_close(layer(x), expected)
+    assert max(sizes) <= max(most, 48)
+    assert sum(sizes) == 48 * 100

@@ -23,6 +23,8 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a row of zeros is d
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")  # a few numbers that choose experts: left as they are
 _LEAST_SHARE = 0.5  # of the decoder's weights that must be in linear layers, or asking for int8 would bring next to nothing
 
+_MOST_DEQUANTIZED = 1 << 24  # elements: 64 MiB in float32, beside what they are rounded to
+
 log = structlog.get_logger("headrace.engine")
 
 
@@ -76,7 +78,14 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, dequantize(self.codes, self.scale, x.dtype), self.bias)
+        """``[..., in_features]`` to ``[..., out_features]``; no more than `_MOST_DEQUANTIZED` of the weight are made numbers at a time."""
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        rows = max(1, _MOST_DEQUANTIZED // self.in_features)
+        for start in range(0, self.out_features, rows):
+            part = slice(start, start + rows)
+            weight = dequantize(self.codes[part], self.scale[part], x.dtype)
+            out[..., part] = functional.linear(x, weight, None if self.bias is None else self.bias[part])
+        return out
 
 
 Linear = nn.Linear | Int8Linear
