@@ -163,7 +163,7 @@ class Intake:
         if self._run_suspects():
             return False
         turn = self._loop.num_turns
-        room = self._give(self._loop.room())
+        room = self._give(self._room())
         wanted = {tier: self._ahead.wanted(tier, room[tier]) for tier in TIERS}
         patient = all(room.values()) and not len(self._ahead)
         if not any(wanted.values()) or (not patient and time.monotonic() < self._look_at_s):
@@ -177,6 +177,16 @@ class Intake:
         return not (entries or self._claiming or len(self._ahead))
 
     # Fetching
+
+    def _room(self) -> dict[Tier, int]:
+        """How many further requests of each stream are worth giving to the engine now.
+
+        Those that a route has put into another tier count against their own stream while they wait, or there would be no end to them.
+        """
+        room = self._loop.room()
+        if self._config.routes:
+            room = {tier: max(0, room[tier] - self._registry.num_waiting_elsewhere(tier)) for tier in TIERS}
+        return room
 
     def _fetch(self, wanted: dict[Tier, int], *, patient: bool) -> Sequence[Entry]:
         if self._reread:
@@ -214,7 +224,7 @@ class Intake:
     def _begin_delivered(self) -> None:
         """Begin what finds room, and nobody waiting before it, and hold the rest."""
         while page := self._unbegun[:MAX_PAGE]:
-            room, arrived = self._loop.room(), Counter(active.delivery.tier for active in page)
+            room, arrived = self._room(), Counter(active.delivery.tier for active in page)
             fit = {tier for tier in TIERS if arrived[tier] <= room[tier] and not self._ahead.count(tier)}
             passing = [active for active in page if active.delivery.tier in fit and active.delivery.entry.counted]
             self._begin_page(passing, self._ledger.begin)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from producer.errors import HeadraceError
 from producer.keys import Tier
 from producer.wire import Result
-from worker.engine.request import Request
+from worker.engine.request import Request, RequestStatus
 from worker.outputs import Outputs
 from worker.stream.delivery import Delivery
 from worker.stream.ledger import Begun
@@ -182,6 +182,15 @@ class Registry:
     def all(self) -> list[ActiveRequest]:
         with self.lock:
             return list(self._by_entry.values())
+
+    def num_waiting_elsewhere(self, tier: Tier) -> int:
+        """Engine requests from a tier's stream that wait for the first time, and in another tier."""
+        return sum(
+            request.tier != tier and request.status is RequestStatus.WAITING
+            for active in self.all()
+            if active.delivery.tier == tier and active.outputs is not None
+            for request in active.outputs.requests
+        )
 
     def expired(self, now_s: float) -> Iterable[ActiveRequest]:
         """Those whose deadline has passed and that nothing has ended yet."""
