@@ -87,6 +87,7 @@ def test_streams_go_on_behind_what_was_handed_back(server: Server, queue: str, c
     assert result.text == text
     assert result.token_ids == expected_tokens("hello", 300)
     assert (result.model, result.attempt) == ("second", 1)
+    assert {frame[b"attempt"] for frame in view.frames(handle.id)} == {b"1"}
     view.assert_clean()
 
 

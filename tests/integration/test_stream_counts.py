@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+import pytest
 
 from producer import scripts
 from producer.codec import encode_body
@@ -103,6 +106,48 @@ def test_own_entry_that_was_handed_back_and_that_nobody_took_is_delivered_again(
     (again,) = Consumer(bench.client, bench.keys, "one", 1.0).own_pending(lambda *_: False, crashed=False)
     assert bench.one.hold([taken := Delivery(again)])[0].verdict == "held"
     assert taken.attempt == 1
+
+
+def handed_back(bench: Bench) -> None:
+    bench.one.release([bench.begun()])
+
+
+def read_reply_lost(bench: Bench) -> None:
+    bench.put()
+    bench.read()
+
+
+def look_reply_lost(bench: Bench) -> None:
+    bench.put()
+    Consumer(bench.client, bench.keys, "one", 0.0).look({"realtime": 1})
+
+
+def claim_reply_lost(bench: Bench) -> None:
+    delivery = bench.begun("two")
+    bench.client.xclaim(bench.keys.stream("realtime"), GROUP, "two", 0, [delivery.entry.id])  # died, and was begun again
+    Consumer(bench.client, bench.keys, "one", 0.0).claim("realtime", 1)
+
+
+def process_died(bench: Bench) -> None:
+    bench.begun()
+
+
+@pytest.mark.parametrize(
+    ("before", "crashed", "attempt"),
+    [(read_reply_lost, False, 1), (look_reply_lost, False, 1), (handed_back, False, 1), (process_died, True, 2), (claim_reply_lost, False, 3)],
+)
+def test_what_a_worker_rereads_counts_once_however_often_it_asks(
+    bench: Bench, before: Callable[[Bench], None], crashed: bool, attempt: int
+) -> None:
+    """Redis may be in trouble in between. What counts is that it is begun: a crash then is one."""
+    before(bench)
+    consumer = Consumer(bench.client, bench.keys, "one", 1.0)
+    for _ in range(3):
+        (entry,) = consumer.own_pending(lambda *_: False, crashed=crashed)
+    (begun,) = (bench.one.begin if entry.counted else bench.one.hold)([delivery := Delivery(entry)])
+    if begun.verdict != "run":
+        (begun,) = bench.one.begin_held([delivery])
+    assert (begun.verdict, delivery.attempt, bench.count(delivery)) == ("run", attempt, attempt)
 
 
 def test_claiming_over_and_over_is_no_attempt_until_it_is_begun(bench: Bench) -> None:

@@ -92,7 +92,7 @@ class Consumer:
 
         After a crash they were a former process's of the same name, and being given them again is a delivery; so it is where
         they were handed back, or their lease has lapsed, and nobody took them. Otherwise the reply that brought them was lost
-        on its way. The delivery count stays as it is.
+        on its way. The delivery count stays as it is, however often this is asked.
         """
         return [entry for tier in TIERS for entry in self._own_pending(tier, known, crashed)]
 
@@ -101,9 +101,10 @@ class Consumer:
         while page := self._page(stream, start):
             alike: defaultdict[tuple[int, bool], list[Any]] = defaultdict(list)
             for item in page:
-                id_, counted = item["message_id"].decode(), not crashed and item["time_since_delivered"] < self._lease_ms
+                id_, count = item["message_id"].decode(), item["times_delivered"]
+                just_read = count == 1 and item["time_since_delivered"] < self._lease_ms  # by a read, which counts by itself
                 if not known(tier, id_):
-                    alike[item["times_delivered"], counted].append(id_)
+                    alike[count, just_read and not crashed].append(id_)
             for (count, counted), ids in alike.items():
                 found += _entries(tier, self._client.xclaim(stream, GROUP, self._name, 0, ids, retrycount=count), counted=counted)
             start = f"({page[-1]['message_id'].decode()}"
