@@ -134,7 +134,13 @@ def process_died(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("before", "crashed", "attempt"),
-    [(read_reply_lost, False, 1), (look_reply_lost, False, 1), (handed_back, False, 1), (process_died, True, 2), (claim_reply_lost, False, 3)],
+    [
+        (read_reply_lost, False, 1),
+        (look_reply_lost, False, 1),
+        (handed_back, False, 1),
+        (process_died, True, 2),
+        (claim_reply_lost, False, 3),
+    ],
 )
 def test_what_a_worker_rereads_counts_once_however_often_it_asks(
     bench: Bench, before: Callable[[Bench], None], crashed: bool, attempt: int
