@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.attention.triton_kernels import MIN_SPLIT, Shape, paged_attention_kernel, reduce_splits_kernel, write_kv_kernel
+from worker.engine.attention.triton_cache_write import write_kv_kernel
+from worker.engine.attention.triton_kernels import MIN_SPLIT, Shape, paged_attention_kernel, reduce_splits_kernel
 
 _TILE_BYTES = 32 * 1024  # of K and V that one pipeline stage holds in shared memory
 _SHARED_BYTES = 96 * 1024  # what the pipeline may take, so that every card since Ampere can run it

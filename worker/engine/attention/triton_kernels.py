@@ -1,4 +1,4 @@
-"""Triton kernels: cache write, paged attention over mixed batches, reduction of split sequences.
+"""Triton kernels: paged attention over mixed batches, reduction of split sequences.
 
 The attention kernel is an online softmax over tiles of the paged KV cache (FlashAttention-2, Dao 2023; PagedAttention,
 Kwon et al. 2023). What is particular here:
@@ -13,10 +13,10 @@ Kwon et al. 2023). What is particular here:
 Offsets of blocks and tokens are 64-bit: a cache may have more than 2**31 elements. Every load outside a sequence's keys is
 masked, so what unused cache pages hold (NaN included) never reaches a result.
 
-Tensors: query ``[T, Hq, D]``, key ``[T, Hkv, D]``, value ``[T, Hkv, Dv]``, caches ``[num_blocks, Hkv, block_size, D or Dv]``, each
-block contiguous, out ``[T, Hq, Dv]`` contiguous, partial_out ``[rows, Hq, Dv]`` and partial_lse ``[rows, Hq]`` float32, where a
-token has one row a split. Helpers take related values as tuples: ``caches`` (k_cache, v_cache, k_block_stride, v_block_stride),
-``batch`` (query_start_loc, seq_lens, block_tables, table_stride), ``scoring`` (scale, softcap, window).
+Tensors: query ``[T, Hq, D]``, caches ``[num_blocks, Hkv, block_size, D or Dv]``, each block contiguous, out ``[T, Hq, Dv]``
+contiguous, partial_out ``[rows, Hq, Dv]`` and partial_lse ``[rows, Hq]`` float32, where a token has one row a split. Helpers take
+related values as tuples: ``caches`` (k_cache, v_cache, k_block_stride, v_block_stride), ``batch`` (query_start_loc, seq_lens,
+block_tables, table_stride), ``scoring`` (scale, softcap, window).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, misc"
@@ -61,44 +61,6 @@ class Shape(NamedTuple):
     window: bool
     softcap: bool
     sinks: bool
-
-
-@triton.jit(do_not_specialize=("key_token_stride", "key_head_stride", "value_token_stride", "value_head_stride"))
-def write_kv_kernel(
-    key,
-    value,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    k_block_stride,
-    v_block_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
-    VALUE_DIMS: tl.constexpr,
-):
-    """Copy ``HEADS`` heads of one token's K and V to its slot. A negative slot is skipped. Grid: (tokens, heads / HEADS)."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if slot >= 0:
-        block = slot // BLOCK_SIZE
-        offset = slot % BLOCK_SIZE
-        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-        d = tl.arange(0, DIMS)[None, :]
-        mask = (head < NUM_KV_HEADS) & (d < HEAD_DIM)
-        rows = tl.load(key + token * key_token_stride + head * key_head_stride + d, mask=mask)
-        tl.store(k_cache + block * k_block_stride + (head * BLOCK_SIZE + offset) * HEAD_DIM + d, rows, mask=mask)
-        d = tl.arange(0, VALUE_DIMS)[None, :]
-        mask = (head < NUM_KV_HEADS) & (d < VALUE_DIM)
-        rows = tl.load(value + token * value_token_stride + head * value_head_stride + d, mask=mask)
-        tl.store(v_cache + block * v_block_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM + d, rows, mask=mask)
 
 
 @triton.jit(do_not_specialize=(*_VARYING, "query_token_stride", "query_head_stride"))
