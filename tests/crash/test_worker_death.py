@@ -274,14 +274,14 @@ def test_request_that_kills_its_workers_is_given_up_and_costs_no_neighbour_an_at
 
 def test_drain_finishes_what_runs_and_reads_no_more(scene: Scene) -> None:
     with scene.running_worker("--step-ms", 5) as worker:
-        handles = scene.submit(8, 60)
+        handles = scene.submit(8, 400)  # long enough to be seen draining
         eventually(lambda: len(scene.view.pending()) == 8, "all running")
         worker.signal(signal.SIGTERM)
         eventually(lambda: scene.said(worker).get("state") == "draining", "draining")
         late = scene.client.submit("late", max_tokens=5)
         assert worker.wait() == 0
         assert_results = [handle.result(timeout=5).token_ids for handle in handles.values()]
-        assert assert_results == [expected_tokens(prompt, 60) for prompt in handles]
+        assert assert_results == [expected_tokens(prompt, 400) for prompt in handles]
         assert late.status() == "queued"
     assert (scene.view.workers(), scene.view.consumers()) == ({}, set())
 
