@@ -269,16 +269,8 @@ def test_engines_are_those_asked_for_in_their_order(
 
 
 def test_each_engine_gets_the_dtype_that_it_computes_fast_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engine.model_loader._computes_bfloat16", lambda _: False)
-    options = {
-        "model": "demo",
-        "dtype": "auto",
-        "quantization": None,
-        "max_batch_size": 1,
-        "max_batch_tokens": 1,
-        "kv_memory": 1,
-        "callers": 1,
-    }
+    monkeypatch.setattr("worker.engine.model_loader.computes_bfloat16", lambda _: False)
+    options = cli.bench.make_context("bench", []).params
     given = {name: cli._spec(name, options, None, []).settings["dtype"] for name in ("headrace", "queue", "naive")}
     assert given == {"headrace": "auto", "queue": "auto", "naive": "float32"}
     assert cli._device_dtype("bfloat16") == "bfloat16"
