@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from producer.client import Client
-from producer.load.stats import percentile
+from producer.load.stats import percentiles
 from producer.wire import Result
 from worker.embedded import EmbeddedQueue, embedded_queue
 
@@ -83,25 +83,25 @@ def bulk_job(queue: EmbeddedQueue) -> Iterator[None]:
         submit = [*headrace, "submit", str(lines), "--output", f"{folder}/out.jsonl", *where]
         job_id = subprocess.run(submit, check=True, capture_output=True, text=True).stdout.strip()
         with subprocess.Popen([*headrace, "worker", "--burst", *where], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as worker:
-            time.sleep(SETTLE_S)
-            yield
-            subprocess.run([*headrace, "cancel", job_id, *where], check=True, stdout=subprocess.DEVNULL)
-            worker.wait(120)
+            try:
+                time.sleep(SETTLE_S)
+                yield
+            finally:  # or leaving the `with` would wait for all of its lines
+                subprocess.run([*headrace, "cancel", job_id, *where], check=True, stdout=subprocess.DEVNULL)
+                worker.wait(120)
 
 
 def figures(results: Sequence[Result]) -> Figures:
     """Percentiles in milliseconds."""
-    ttft = [result.timings.ttft_ms for result in results]
-    e2e = [result.timings.total_ms for result in results]
-    return {"requests": len(results)} | {
-        f"{name}_ms_p{p}": percentile(values, p) for name, values in (("ttft", ttft), ("e2e", e2e)) for p in (50, 95)
-    }
+    ttft = percentiles("ttft_ms", [result.timings.ttft_ms for result in results])
+    e2e = percentiles("e2e_ms", [result.timings.total_ms for result in results])
+    return {"requests": len(results), **ttft, **e2e}
 
 
 def table(rows: dict[str, Figures]) -> Table:
     """A row a phase."""
     out = Table(title="realtime callers, ms")
-    for heading in ("", "requests", "TTFT p50", "p95", "E2E p50", "p95"):
+    for heading in ("", "requests", "TTFT p50", "p95", "p99", "E2E p50", "p95", "p99"):
         out.add_column(heading, justify="right" if heading else "left")
     for name, row in rows.items():
         out.add_row(name, *(f"{value:.0f}" for value in row.values()))
