@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from producer.client import Client
 from producer.connection import connect
 from tests.ledgers import Bench
 from tests.servers import Server
+from tests.workers import QueueView
 from worker.embedded import EmbeddedQueue, embedded_queue
 
 
@@ -30,3 +32,9 @@ def client(real_queue: EmbeddedQueue) -> Iterator[Client]:
 def bench(any_server: Server, queue: str) -> Iterator[Bench]:
     with connect(any_server.url) as client:
         yield Bench(client, queue)
+
+
+@pytest.fixture
+def view(raw: redis.Redis, queue: str) -> QueueView:
+    """What the group has of the test's own queue."""
+    return QueueView(raw, queue)

@@ -29,11 +29,6 @@ def client(server: Server, queue: str) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture
-def view(raw: redis.Redis, queue: str) -> QueueView:
-    return QueueView(raw, queue)
-
-
 class Trace:
     """In which order requests made their first tokens."""
 

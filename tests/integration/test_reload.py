@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import redis
 from click.testing import CliRunner, Result
 
 from producer import Client
@@ -25,11 +24,6 @@ from worker.reload import Reload
 from worker.worker import Worker
 
 Headrace = Callable[..., Result]
-
-
-@pytest.fixture
-def view(raw: redis.Redis, queue: str) -> QueueView:
-    return QueueView(raw, queue)
 
 
 @pytest.fixture

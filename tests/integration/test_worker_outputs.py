@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import redis
 
 from producer import Client
 from producer.errors import BatchFailed, Cancelled, ContextLengthExceeded, DeadlineExceeded, HeadraceError, InvalidRequest
@@ -23,11 +22,6 @@ BATCH_SIZE = 8
 def client(server: Server, queue: str) -> Iterator[Client]:
     with Client(server.url, queue=queue) as client:
         yield client
-
-
-@pytest.fixture
-def view(raw: redis.Redis, queue: str) -> QueueView:
-    return QueueView(raw, queue)
 
 
 @pytest.fixture

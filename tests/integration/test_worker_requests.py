@@ -29,11 +29,6 @@ def client(server: Server, queue: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def view(raw: redis.Redis, queue: str) -> QueueView:
-    return QueueView(raw, queue)
-
-
-@pytest.fixture
 def engine() -> FakeEngine:
     """Slow enough to be caught running."""
     return FakeEngine(step_s=0.005)
