@@ -136,10 +136,15 @@ class AsyncHandle(HandleCore):
 
 async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
     """One exchange on one connection, which goes back to the pool only if it owes no reply."""
+    task = asyncio.current_task()
+    assert task is not None, "called in a task"
+    num_cancels = task.cancelling()
     connection = await pool.get_connection()
     try:
         async with asyncio.timeout(batch.limit_s) as limit:
             await connection.send_packed_command(connection.pack_commands(batch.commands))
+            if task.cancelling() > num_cancels:  # and redis-py did not let it through: Python 3.11's `wait_for` may swallow one
+                raise asyncio.CancelledError
             # The first reply may be long in coming, whatever the socket's timeout; ours is due before redis-py's, which would
             # return None and leave the connection in use.
             replies = [await _read(connection, timeout=batch.limit_s + 1.0)]

@@ -107,6 +107,19 @@ async def test_cancelled_task_cancels_its_request(client: AsyncClient) -> None:
     assert await client.get("x1").status() == "cancelled"
 
 
+async def test_cancel_is_heard_whatever_the_task_is_about_to_do(client: AsyncClient) -> None:
+    """Python 3.11's `asyncio.wait_for`, which redis-py sends by, swallows a cancel that comes as it is done."""
+    for num_turns in range(60):
+        waiting = asyncio.create_task(client.submit_and_wait("hi", id=f"x{num_turns}"))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        _, unheard = await asyncio.wait({waiting}, timeout=T_S)
+        assert not unheard
+        assert waiting.cancelled()
+    assert {await client.get(f"x{i}").status() for i in range(60)} <= {"unknown", "cancelled"}
+
+
 async def test_task_cancelled_in_result_leaves_the_request_running(client: AsyncClient) -> None:
     handle = await client.submit("hi")
     with pytest.raises(TimeoutError):
