@@ -92,6 +92,13 @@ _engine_options = _options(
         "--attention", default="auto", show_default=True, type=click.Choice(["auto", "torch", "flashinfer"]), help="Attention kernels."
     ),
     click.option("--realtime-reserved", default=0.5, show_default=True, type=click.FloatRange(0, 1), help="Share kept free of batch work."),
+    click.option(
+        "--realtime-step-ms",
+        default=50.0,
+        show_default=True,
+        type=click.FloatRange(0),
+        help="How long batch work may make a step while realtime requests wait or run; 0: no bound.",
+    ),
     click.option("--batch-floor", default=0.1, show_default=True, type=click.FloatRange(0, 1), help="Share that batch work always keeps."),
     click.option(
         "--batch-overcommit", default=1.5, show_default=True, type=click.FloatRange(1), help="How far batch may overcommit blocks."

@@ -1,6 +1,6 @@
 """What a bulk job costs realtime callers: first token and whole answer, alone and beside one, in turn.
 
-    python -m ops.bench.bulk_interference [--model demo] [--seconds 30] [--rounds 2] [--callers 4] [--realtime-reserved 0.5] [--json]
+    python -m ops.bench.bulk_interference [--model demo] [--seconds 30] [--rounds 2] [--callers 4] [--realtime-step-ms 50] [--json]
 
 Embedded Valkey, one worker, callers that block and ask again at once, and an rq worker that streams a file through the batch tier.
 """
@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--callers", type=int, default=4)
-    parser.add_argument("--realtime-reserved", type=float, default=0.5, help="the worker's option of this name")
+    parser.add_argument("--realtime-step-ms", type=float, default=50.0, help="the worker's option of this name")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     results: dict[str, list[Result]] = {"alone": [], "beside a bulk job": []}
-    worker = ("--model", options.model, "--realtime-reserved", str(options.realtime_reserved), "--log-level", "warning")
+    worker = ("--model", options.model, "--realtime-step-ms", str(options.realtime_step_ms), "--log-level", "warning")
     with embedded_queue(*worker) as queue, queue.client() as client:
         ask(client, options.callers, 2.0)  # warms up
         for _ in range(options.rounds):

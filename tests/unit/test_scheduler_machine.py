@@ -1,8 +1,8 @@
 """Anything in any order: every plan is checked against a simulated KV cache, and in the end everything finishes.
 
-`tests.scheduling.Simulation` holds the invariants: blocks, references, pins and promises add up; the budget is kept;
-decodes come first and are never held up; no shared block is written; at most one partial block a sequence; and each
-query attends to exactly its own request's tokens, through prefix hits, forks, preemption, swaps and failed steps.
+`tests.scheduling.Simulation` holds the invariants: blocks, references, pins and promises add up; the budget is kept; decodes come
+first, and only what a step may take beside realtime holds them up; no shared block is written; at most one partial block a
+sequence; and each query attends to exactly its own request's tokens, through prefix hits, forks, preemption, swaps and failed steps.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class World:
             realtime_reserved=rng.choice([0.0, 0.3, 0.5, 1.0]),
             batch_floor=rng.choice([0.0, 0.1, 0.5]),
             batch_overcommit=rng.choice([1.0, 1.5, 3.0]),
+            realtime_step_ms=rng.choice([1.0, 5.0, 20.0]),
         )
         num_blocks = rng.choice([4, 8, 16, 40])
         self.capacity = num_blocks * block_size
@@ -50,6 +51,7 @@ class World:
             sample=lambda _: None if rng.random() < 0.05 else rng.randrange(2),
             costs=rng.choice([None, CHEAP_SWAP]),
             index=self._colliding_index(block_size) if config.enable_prefix_caching and rng.random() < 0.2 else None,
+            step_s=rng.choice([None, lambda num_tokens: 1e-3 * rng.uniform(1.0, 1.0 + num_tokens)]),
         )
 
     @staticmethod

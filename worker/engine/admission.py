@@ -9,6 +9,7 @@ too, and realtime leaves room for that (`_batch_claim`).
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 
 from producer.keys import Tier
@@ -63,11 +64,13 @@ class Step:
 
     Attributes:
         budget: tokens left.
+        batch_budget: tokens that the batch tier may still add to its decodes.
         in_flight: prefix keys of the blocks that this step computes.
         put_aside: waiting requests that wait for blocks in flight, until the next step.
     """
 
     budget: int
+    batch_budget: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
     decodes: list[ScheduledChunk] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)

@@ -35,6 +35,8 @@ class EngineConfig:
         policy: ``continuous``, or ``static`` (fill a batch, run it to its end).
         realtime_reserved: share of slots, blocks and tokens a step that the batch tier must leave while realtime
             requests wait or run, 0..1.
+        realtime_step_ms: how long a step should take at most while realtime requests wait or run: batch work is held to that, and
+            may lengthen by half a step that takes longer without it; 0: no bound.
         batch_floor: share of slots and tokens a step that the batch tier keeps all the same, and then one of its requests
             keeps its blocks, too, 0..1; 0 lets realtime starve it.
         batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).
@@ -62,6 +64,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
     realtime_reserved: float = 0.5
+    realtime_step_ms: float = 50.0
     batch_floor: float = 0.1
     batch_overcommit: float = 1.5
     source_weights: Mapping[str, float] = field(default_factory=dict)
@@ -84,8 +87,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be between 0 and 1")
         if not 1.0 <= self.batch_overcommit < math.inf:
             raise ValueError("batch_overcommit must be at least 1 and finite")
-        if not 0.0 <= self.max_wait_ms < math.inf:
-            raise ValueError("max_wait_ms must be at least 0 and finite")
+        for name in ("max_wait_ms", "realtime_step_ms"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite")
         if not all(0.0 < weight < math.inf for weight in self.source_weights.values()):
             raise ValueError("source_weights must be greater than 0 and finite")
         if self.max_batch_tokens < self.max_batch_size:

@@ -299,7 +299,8 @@ class Engine:
     def _measure(self, plan: StepPlan, start_s: float) -> None:
         end_s = time.monotonic()
         idle_s = start_s - self._idle_since_s if self._idle_since_s is not None else 0.0
-        self.last_step = StepSample(end_s - start_s, idle_s, len(plan.chunks), plan.num_tokens)
+        self.last_step = step = StepSample(end_s - start_s, idle_s, len(plan.chunks), plan.num_tokens)
+        self._scheduler.pace.cost.observe(step.num_tokens, step.seconds)
         self._idle_since_s = end_s if self._requests and self._pending is None else None
 
 

@@ -5,7 +5,7 @@ One rule: a request owes ``num_tokens - num_computed_tokens`` tokens, and a step
 before batch (Orca, Yu et al. 2022; Sarathi-Serve, Agrawal et al. 2024).
 
 Who enters the batch is decided in `admission`, who is next in `queues` and `fairness`, who is thrown out in
-`preemption`, and who holds which blocks in `block_manager`.
+`preemption`, how much batch work realtime's steps bear in `pace`, and who holds which blocks in `block_manager`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from producer.keys import Tier
 from worker.engine.admission import Admission, Shares, Step
 from worker.engine.block_manager import BlockManager
 from worker.engine.config import EngineConfig
+from worker.engine.pace import Pace
 from worker.engine.preemption import Preemption, PreemptionCosts
 from worker.engine.prefix_index import PrefixIndex
 from worker.engine.queues import WaitingQueues
 from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
 from worker.engine.running import RunningSet
 
+LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch steps stay short
 LONG_PREFILL_STEPS = 4  # a prefill that would fill more steps than this shares its steps with others
 
 
@@ -101,6 +103,7 @@ class Scheduler:
         self._blocks = BlockManager(config.block_size, num_blocks, num_cpu_blocks, index)
         self._running = RunningSet()
         self._shares = Shares.of(config, num_blocks)
+        self.pace = Pace(config, keeps_floor=self._shares.floor_slots > 0, clock=clock)
         self._queues = WaitingQueues(config.source_weights, self._shares.batch_blocks)
         self._preemption = Preemption(self._blocks, self._running, self._queues, costs or PreemptionCosts())
         self._admission = Admission(config, self._shares, self._blocks, self._running, self._queues, self._preemption)
@@ -159,8 +162,7 @@ class Scheduler:
         """Plan the next step: at most one chunk a request, those of one token first.
 
         Empty only where nothing waits or runs, or where a static batch is still being filled. No request's progress
-        changes before `advance`, so after a failed step the same is planned again. The copies of every plan
-        must be made, once.
+        changes before `advance`, so after a failed step nothing is lost. The copies of every plan must be made, once.
         """
         self._blocks.cpu_pool.settle()
         self._num_steps += 1
@@ -254,10 +256,27 @@ class Scheduler:
             elif owed > 1:
                 prefills.append(request)
         step.decodes = decodes
+        if self.pace.is_bound(realtime_is_quiet=self._admission.realtime_is_quiet):
+            growing = self._hold_back(step, growing, prefills)
         if growing:
             self._grow_decodes(step, growing)
         step.budget -= len(step.decodes)
         return prefills
+
+    def _hold_back(self, step: Step, growing: list[Request], prefills: list[Request]) -> list[Request]:
+        """Bound batch work by what realtime's steps bear; returns those of ``growing`` whose decode is still planned.
+
+        Where that is less than the batch tier's decodes these take turns; who sits a step out keeps its blocks.
+        """
+        batch = [chunk.request for chunk in step.decodes if chunk.request.tier == "batch"]
+        owed = sum(request.num_owed_tokens for request in prefills if request.tier == "realtime")
+        bound = self.pace.batch_tokens(min(len(step.decodes) - len(batch) + owed, step.budget))
+        step.batch_budget = max(bound - len(batch), 0)
+        held = self.pace.take_turns(batch, bound)
+        if not held:
+            return growing
+        step.decodes = [chunk for chunk in step.decodes if chunk.request not in held]
+        return [request for request in growing if request not in held]
 
     def _grow_decodes(self, step: Step, growing: list[Request]) -> None:
         while self._blocks.pool.num_available < len(growing):
@@ -273,13 +292,13 @@ class Scheduler:
         quiet = self._admission.realtime_is_quiet
         realtime = [request for request in prefills if request.tier == "realtime"]
         batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
-        num_batch_decodes = self._running.count["batch"] - len(batch)
+        num_batch_decodes = sum(chunk.request.tier == "batch" for chunk in step.decodes)
         shares, left = self._shares, step.budget
         floor = shares.floor_tokens - num_batch_decodes if batch or self._admission.may_fill_floor(step) else 0
-        floor = max(0, min(floor, left // 2))
+        floor = max(0, min(floor, left // 2, step.batch_budget))
         self._plan_prefills(step, realtime, self._admission.admit_realtime, left - floor)
         share = left if quiet else max(shares.batch_tokens - num_batch_decodes, floor)
-        self._plan_prefills(step, batch, self._admission.admit_batch, min(step.budget, share))
+        self._plan_prefills(step, batch, self._admission.admit_batch, min(step.budget, share, step.batch_budget))
 
     def _plan_static(self, step: Step, prefills: list[Request]) -> None:
         """Fill a batch when the last one has ended, then run its prefills in order; nobody enters meanwhile."""

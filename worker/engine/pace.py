@@ -1,0 +1,108 @@
+"""How much batch work a step may hold beside realtime's. Pure bookkeeping: neither torch nor redis.
+
+Every token in a step makes it longer, and with it the inter-token latency of all who are in it. Sarathi-Serve (Agrawal et al. 2024)
+chooses a step's token budget by a goal for that latency, from a profile made beforehand. Here the profile is learnt while
+running, and the goal bounds the batch tier alone, only while realtime is there to profit from it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Callable
+
+from worker.engine.config import EngineConfig
+from worker.engine.request import Request
+
+LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch work stays bounded
+MAX_SLOWDOWN = 1.5  # where realtime's own work takes longer than the goal, batch work may make a step so much longer
+MEMORY = 0.95  # weight of a step's figures relative to those of the step after it
+PRIOR = 0.25  # sizes of steps that vary by less than this share of their mean say little new about what a token costs
+
+
+class StepCost:
+    """What a step of so many tokens takes: ``seconds = base + per_token * num_tokens``, least squares over the steps of late.
+
+    Attributes:
+        base_s, s_per_token: neither negative, and 0 until something is known. Before sizes vary, all of it is the tokens'; when they
+            no longer do, a token's cost stays as it was learnt.
+    """
+
+    def __init__(self) -> None:
+        self.base_s = self.s_per_token = 0.0
+        self._weight = self._tokens = self._seconds = self._tokens_squared = self._product = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens, at least one, took so long."""
+        self._weight = MEMORY * self._weight + 1.0
+        self._tokens = MEMORY * self._tokens + num_tokens
+        self._seconds = MEMORY * self._seconds + seconds
+        self._tokens_squared = MEMORY * self._tokens_squared + num_tokens * num_tokens
+        self._product = MEMORY * self._product + num_tokens * seconds
+        self._fit(self._tokens / self._weight, self._seconds / self._weight)
+
+    def _fit(self, tokens: float, seconds: float) -> None:
+        variance = max(self._tokens_squared / self._weight - tokens * tokens, 0.0)
+        covariance = self._product / self._weight - tokens * seconds
+        prior = (PRIOR * tokens) ** 2
+        before = self.s_per_token if self._weight > 1.0 else math.inf
+        proportional = seconds / tokens
+        s_per_token = (covariance + prior * min(before, proportional)) / (variance + prior)
+        self.s_per_token = min(max(s_per_token, 0.0), proportional)
+        self.base_s = seconds - self.s_per_token * tokens
+
+
+class Pace:
+    """Bounds the batch tier's tokens in a step by `EngineConfig.realtime_step_ms`, and lets its decodes take turns under the bound.
+
+    Args:
+        keeps_floor: whether the batch tier has a floor: then it keeps `EngineConfig.batch_floor` of the step's tokens here, too.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: EngineConfig, *, keeps_floor: bool, clock: Callable[[], float]) -> None:
+        self.cost = StepCost()
+        self._goal_s = config.realtime_step_ms / 1000.0 if config.policy == "continuous" else 0.0
+        self._floor = config.batch_floor if keeps_floor else 0.0
+        self._clock = clock
+        self._realtime_seen_s = -math.inf
+        self._last_turn = 0
+
+    def is_bound(self, *, realtime_is_quiet: bool) -> bool:
+        """Whether this step's batch work is bounded: realtime requests wait or run, or did a moment ago."""
+        if not self._goal_s:
+            return False
+        if not realtime_is_quiet:
+            self._realtime_seen_s = self._clock()
+            return True
+        return self._realtime_seen_s > -math.inf and self._clock() - self._realtime_seen_s < LINGER_S
+
+    def batch_tokens(self, realtime_tokens: int) -> int:
+        """How many tokens the batch tier may compute in a step beside so many of realtime's; at least 1 beside none."""
+        most = self._max_tokens(realtime_tokens)
+        return max(most - realtime_tokens, math.ceil(self._floor * most))
+
+    def take_turns(self, requests: list[Request], count: int) -> set[Request]:
+        """Those who sit this step out where only ``count`` may go on: each goes on as often as any other."""
+        if len(requests) <= count:
+            return set()
+        requests = sorted(requests, key=_number)
+        first = bisect_right(requests, self._last_turn, key=_number)
+        requests = requests[first:] + requests[:first]
+        if count:
+            self._last_turn = _number(requests[count - 1])
+        return set(requests[count:])
+
+    def _max_tokens(self, realtime_tokens: int) -> int:
+        """Most tokens of a step of which so many are realtime's; at least 1."""
+        base_s, s_per_token = self.cost.base_s, self.cost.s_per_token
+        if not s_per_token:
+            return sys.maxsize
+        goal_s = max(self._goal_s, MAX_SLOWDOWN * (base_s + s_per_token * realtime_tokens))
+        return max(1, int(min((goal_s - base_s) / s_per_token, sys.maxsize)))
+
+
+def _number(request: Request) -> int:
+    """The order in which requests were added."""
+    return request.place[2]
