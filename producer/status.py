@@ -49,6 +49,14 @@ class WorkerStatus:
     uptime_s: float | None
     fields: Mapping[str, str] = field(repr=False, default_factory=dict)
 
+    @property
+    def cache_use(self) -> float | None:
+        """The part of the KV cache that requests hold, 0 to 1: cached blocks are free for the next."""
+        if not self.total_blocks or self.free_blocks is None:
+            return None
+        cached = _optional_integer(self.fields.get("cached_blocks")) or 0
+        return max(0, self.total_blocks - self.free_blocks - cached) / self.total_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:

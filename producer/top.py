@@ -1,31 +1,36 @@
-"""``headrace top``: a queue, live: what waits, what runs, how full the workers are, how fast they go, what went wrong."""
+"""``headrace top``: a queue, live or as a picture: what waits, what runs, how full the workers are, how fast they go, what went wrong."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import islice
+from typing import TextIO
 
 import click
 import redis
 from redis.exceptions import RedisError
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from producer.cli.options import open_client, queue_options
 from producer.cli.status import duration
+from producer.client import Client
 from producer.dead import DeadLetter, latest
 from producer.keys import Keys
 from producer.status import QueueStatus, WorkerStatus, read_status
 
 HISTORY = 60  # samples that a sparkline shows
 LETTERS = 5
+PICTURE_WIDTH = 200  # columns, at most
 _BARS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"running": "green", "starting": "cyan", "draining": "yellow", "wedged": "bold red", "failed": "bold red"}
 
@@ -82,59 +87,69 @@ class View:
             parts += ["", _letters(status, self.frame.letters)]
         return Group(*parts)
 
-    def _head(self, status: QueueStatus) -> Text:
+    def _head(self, status: QueueStatus) -> Table:
         tokens = self._courses["tokens"]
         head = Text.assemble(("headrace ", "bold"), (status.queue, "bold cyan"), f"  {datetime.now():%H:%M:%S}  ")
-        head.append(f"{_counted(len(status.workers), 'worker')}  {tokens[-1]:,.0f} tokens/s ")
-        return head.append(sparkline(tokens), style="green")
+        head.append(f"{_counted(len(status.workers), 'worker')}  {tokens[-1]:,.0f} tokens/s")
+        line = Table.grid(padding=(0, 1, 0, 0))
+        for no_wrap in (True, False, True):
+            line.add_column(no_wrap=no_wrap)
+        line.add_row(head, Course(tokens, "green"), Text(f"highest {max(tokens):,.0f}", style="dim"))
+        return line
 
     def _tiers(self, status: QueueStatus) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("tier", "queued", "", "running", "oldest queued"):
-            table.add_column(name, justify="left" if name in ("tier", "") else "right")
+        table = _table("tier", ">queued", "~", ">highest", ">running", ">oldest queued")
         for tier in status.tiers:
+            course = self._courses[f"queued {tier.tier}"]
             oldest = "" if tier.oldest_age_s is None else duration(tier.oldest_age_s)
-            course = Text(sparkline(self._courses[f"queued {tier.tier}"]), style="yellow")
-            table.add_row(tier.tier, f"{tier.queued:,}", course, f"{tier.running:,}", oldest)
+            table.add_row(tier.tier, f"{tier.queued:,}", Course(course, "yellow"), f"{max(course):,.0f}", f"{tier.running:,}", oldest)
         return table
 
     def _workers(self, status: QueueStatus) -> RenderableType:
         if not status.workers:
             return Text("no live worker", style="bold yellow")
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("worker", "state", "model", "batch", "", "KV cache", "", "tokens/s", "done", "up"):
-            table.add_column(name, justify="right" if name in ("batch", "tokens/s", "done", "up") else "left", no_wrap=True)
+        table = _table("worker", "state", "~model", ">batch", "~", ">waiting", "KV cache", "", ">tokens/s", ">done", ">up")
         for worker in status.workers:
             batch = "" if worker.batch_size is None else str(worker.batch_size)
-            course = Text(sparkline(islice(reversed(self._courses[f"batch {worker.name}"]), 20), reverse=True), style="cyan")
+            course = Course(self._courses[f"batch {worker.name}"], "cyan", 20)
             rate = "" if worker.tokens_per_s is None else f"{worker.tokens_per_s:,.0f}"
             up = "" if worker.uptime_s is None else duration(worker.uptime_s)
             state = Text(worker.state, style=_STATE_STYLES.get(worker.state, ""))
-            done = worker.fields.get("requests_done", "")
-            table.add_row(Text(worker.name), state, Text(worker.model), batch, course, *_cache(worker), rate, done, up)
+            waiting, done = (worker.fields.get(name, "") for name in ("waiting", "requests_done"))
+            table.add_row(
+                Text(worker.name),
+                state,
+                Text(worker.model, no_wrap=True, overflow="ellipsis"),
+                batch,
+                course,
+                waiting,
+                *_cache(worker),
+                rate,
+                done,
+                up,
+            )
         return table
 
 
+def _table(*columns: str) -> Table:
+    """Columns by name, which begins with ``>`` where they stand to the right, and with ``~`` where they give way on a narrow screen."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for column in columns:
+        justify: JustifyMethod = "right" if column.startswith(">") else "left"
+        table.add_column(column.lstrip(">~"), justify=justify, no_wrap=not column.startswith("~"))
+    return table
+
+
 def _cache(worker: WorkerStatus) -> tuple[RenderableType, str]:
-    """How much of a worker's KV cache requests use: cached blocks are free for the next."""
-    if not worker.total_blocks or worker.free_blocks is None:
+    use = worker.cache_use
+    if use is None:
         return "", ""
-    cached = worker.fields.get("cached_blocks", "")
-    used = max(0, worker.total_blocks - worker.free_blocks - (int(cached) if cached.isdecimal() else 0))
-    return ProgressBar(total=worker.total_blocks, completed=used, width=12), f"{used / worker.total_blocks:4.0%}"
+    return ProgressBar(total=1.0, completed=use, width=6, complete_style="cyan", finished_style="yellow"), f"{use:4.0%}"
 
 
 def _letters(status: QueueStatus, letters: Sequence[DeadLetter]) -> Table:
-    table = Table(
-        title=_counted(status.dead, "dead letter"),
-        title_justify="left",
-        title_style="red",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-    )
-    for name in ("when", "code", "request", "worker", "message"):
-        table.add_column(name, no_wrap=name != "message", overflow="ellipsis")
+    table = _table("when", "code", "request", "worker", "~message")
+    table.title, table.title_justify, table.title_style = _counted(status.dead, "dead letter"), "left", "red"
     for letter in letters:
         when = datetime.fromtimestamp(letter.ms / 1000, UTC).astimezone()
         table.add_row(f"{when:%H:%M:%S}", letter.code, Text(letter.id), Text(letter.worker), Text(letter.message))
@@ -145,25 +160,63 @@ def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
-def sparkline(values: Iterable[float], *, reverse: bool = False) -> str:
-    """A course as a line of bars, scaled from 0 to its highest."""
-    course = list(values)[::-1] if reverse else list(values)
-    top = max(course, default=0.0)
-    return "".join(_BARS[round(value / top * (len(_BARS) - 1))] if top > 0 else _BARS[0] for value in course)
+class Course:
+    """The course of a number as a `sparkline`, of as many of the latest values as there is room for."""
+
+    def __init__(self, values: Iterable[float], style: str, width: int = HISTORY) -> None:
+        self._values = list(values)[-width:]
+        self._style = style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, max(1, min(len(self._values), options.max_width)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        yield Text(sparkline(self._values[-options.max_width :]), style=self._style, no_wrap=True)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as a line of bars, scaled from 0 to the highest."""
+    top = max(values, default=0.0)
+    return "".join(_BARS[round(value / top * (len(_BARS) - 1))] if top > 0 else _BARS[0] for value in values)
+
+
+def picture(view: View) -> str:
+    """The screen as SVG, as wide as it needs."""
+    console = Console(record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor", width=PICTURE_WIDTH)
+    screen = view.render()
+    console.width = console.measure(screen).maximum
+    console.print(screen)
+    return console.export_svg(title="headrace top")
 
 
 @click.command()
 @queue_options
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between two looks.")
-def top(redis_url: str, queue: str, interval: float) -> None:
+@click.option("--count", type=click.IntRange(1), help="End after so many looks.")
+@click.option(
+    "--svg",
+    type=click.File("w", encoding="utf-8", atomic=True, lazy=False),
+    help="At the end write the screen, with its courses, as a picture.",
+)
+def top(redis_url: str, queue: str, interval: float, count: int | None, svg: TextIO | None) -> None:
     """Watch a queue: tiers, workers, batches, KV caches, tokens a second, dead letters. Ctrl-C ends it."""
-    console = Console()
     view = View()
-    with open_client(redis_url, queue) as client, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while True:
+    with open_client(redis_url, queue) as client:
+        try:
+            _watch(view, client, interval, count)
+        finally:
+            if svg is not None:
+                svg.write(picture(view))
+
+
+def _watch(view: View, client: Client, interval_s: float, count: int | None) -> None:
+    console = Console()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        for look in range(count) if count else itertools.count():
+            if look:
+                time.sleep(interval_s)
             try:
-                view.show(read_frame(client.redis, queue))
+                view.show(read_frame(client.redis, client.queue))
             except RedisError as error:
                 view.trouble = f"Redis is unavailable ({error})"
             live.update(view.render(), refresh=True)
-            time.sleep(interval)

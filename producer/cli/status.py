@@ -28,7 +28,7 @@ PIPE_WIDTH = 200
 @click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C.")
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between two looks with --watch.")
 def status(redis_url: str, queue: str, as_json: bool, watch: bool, interval: float) -> None:
-    """Show tiers (queued, running, age of the oldest queued), workers (state, batch, blocks, tokens/s) and dead letters."""
+    """Show tiers (queued, running, age of the oldest queued), workers (state, batch, use of the KV cache, tokens/s) and dead letters."""
     with open_client(redis_url, queue) as client:
 
         def read() -> QueueStatus:
@@ -94,16 +94,14 @@ def _workers(current: QueueStatus) -> Table:
     table = Table()
     for name in ("worker", "state", "model"):
         table.add_column(name)
-    for name in ("batch", "free blocks", "tokens/s", "up"):
+    for name in ("batch", "KV cache", "tokens/s", "up"):
         table.add_column(name, justify="right")
     for worker in current.workers:
-        blocks = (
-            "" if worker.free_blocks is None else f"{worker.free_blocks}/{worker.total_blocks if worker.total_blocks is not None else '?'}"
-        )
+        use = "" if worker.cache_use is None else f"{worker.cache_use:.0%}"
         rate = "" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}"
         up = "" if worker.uptime_s is None else duration(worker.uptime_s)
         batch = "" if worker.batch_size is None else str(worker.batch_size)
-        table.add_row(Text(worker.name), Text(worker.state), Text(worker.model), batch, blocks, rate, up)
+        table.add_row(Text(worker.name), Text(worker.state), Text(worker.model), batch, use, rate, up)
     return table
 
 

@@ -226,7 +226,8 @@ def test_status_counts_tiers_workers_and_dead_letters(shell: Shell, client: Clie
         "state": "running",
         "model": "demo",
         "batch_size": 1,
-        "free_blocks": 7,
+        "free_blocks": 4,
+        "cached_blocks": 2,
         "total_blocks": 9,
         "tokens_per_s": "12.5",
     }
@@ -241,12 +242,12 @@ def test_status_counts_tiers_workers_and_dead_letters(shell: Shell, client: Clie
         "w1",
         "running",
         1,
-        7,
+        4,
         12.5,
     )
     run = shell("status")
     assert run.returncode == 0
-    assert all(word in run.stdout for word in (queue, "realtime", "batch", "w1", "running", "7/9", "12.5", "1 dead letter"))
+    assert all(word in run.stdout for word in (queue, "realtime", "batch", "w1", "running", "33%", "12.5", "1 dead letter"))
 
 
 def test_status_of_an_unused_queue_is_empty(shell: Shell) -> None:

@@ -61,6 +61,7 @@ class InUse:
         return subprocess.run(
             ["bash", "-o", "pipefail", "-c", command],
             env=environment,
+            cwd=folder,
             capture_output=True,
             text=True,
             errors="replace",
