@@ -107,6 +107,19 @@ def test_operator_sees_reloads_and_replays(cluster: Cluster, queue: str, view: Q
             poison.result(timeout=30)
         status = json.loads(headrace(cluster, queue, "status", "--json").output)
         assert (status["queue"], status["dead"]) == (queue, 1)
+        assert "1 dead letter" in headrace(cluster, queue, "status").output
+        screen = headrace(cluster, queue, "top", "--count", "1").output
+        assert "1 dead letter" in screen
+        assert poison.id in screen
+        assert f"\t{poison.id}\trealtime\tPOISONED\t" in headrace(cluster, queue, "dead", "list").output
+        assert json.loads(headrace(cluster, queue, "dead", "show", poison.id, "--json").output)["request"]["id"] == poison.id
+        assert headrace(cluster, queue, "dead", "replay", poison.id).output == f"{poison.id}\n"
+        assert poison.status() == "queued"
+        assert headrace(cluster, queue, "dead", "list").output == ""
+        with WorkerProcess(cluster.url, queue, "--lease", 1, "--max-attempts", 1) as dying:
+            assert dying.wait() == 1
+        with WorkerProcess(cluster.url, queue, "--lease", 1, "--max-attempts", 1):
+            eventually(lambda: poison.status() == "failed", "it is given up again")
         assert headrace(cluster, queue, "dead", "purge", "--all").output == f"{poison.id}\n"
 
 
