@@ -1,8 +1,9 @@
-"""A real cluster of Valkey nodes for the tests."""
+"""A real cluster for the tests."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 
 import redis
@@ -14,6 +15,7 @@ from tests.workers import eventually
 
 PRIMARIES = 3
 NODE_TIMEOUT_MS = 1000
+TLS_FILES = {"ca_cert": "ca.crt", "cert": "redis.crt", "key": "redis.key"}
 BOUNDS = [REDIS_CLUSTER_HASH_SLOTS * i // PRIMARIES for i in range(PRIMARIES + 1)]
 
 
@@ -22,19 +24,34 @@ def slot_of(queue: str) -> int:
 
 
 class Cluster:
-    """Three primaries that share the slots evenly, each with ``replicas`` replicas; a context manager like `Server`."""
+    """Three primaries that share the slots evenly, each with ``replicas`` replicas; a context manager like `Server`.
 
-    def __init__(self, *, replicas: int = 0, **config: str) -> None:
+    Args:
+        certificates: a folder of `make_certificates`: nodes speak TLS among themselves, and clients have to, with a certificate.
+    """
+
+    def __init__(self, kind: str = "valkey", *, replicas: int = 0, certificates: Path | None = None, **config: str) -> None:
         self._stack = ExitStack()
+        self._kind = kind
         self._replicas = replicas
+        self._certificates = certificates
         self._config = {"cluster_enabled": "yes", "cluster_node_timeout": str(NODE_TIMEOUT_MS), "appendonly": "yes", **config}
         self.servers: list[Server] = []
         self._clients: list[redis.Redis] = []
+        self._tls_ports: list[int] = []
 
     @property
     def url(self) -> str:
         """Names one node; the others have to be found."""
         return f"redis+cluster://127.0.0.1:{self.servers[0].port}"
+
+    @property
+    def tls_url(self) -> str:
+        """The same with TLS, the authority and a client's certificate."""
+        folder, port = self._certificates, self._tls_ports[0]
+        return (
+            f"rediss+cluster://127.0.0.1:{port}?ssl_ca_certs={folder}/ca.crt&ssl_certfile={folder}/redis.crt&ssl_keyfile={folder}/redis.key"
+        )
 
     @property
     def url_of_all(self) -> str:
@@ -85,7 +102,7 @@ class Cluster:
 
     def _add(self, stack: ExitStack) -> None:
         self._config["cluster_port"] = str(free_port())
-        server = stack.enter_context(Server("valkey", **self._config))
+        server = stack.enter_context(Server(self._kind, **self._config, **self._tls()))
         client = stack.enter_context(server.client(password=self._config.get("requirepass")))
         if self.servers:
             client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.servers[0].port, self._first_bus_port)
@@ -93,6 +110,14 @@ class Cluster:
             self._first_bus_port = self._config["cluster_port"]
         self.servers.append(server)
         self._clients.append(client)
+
+    def _tls(self) -> dict[str, str]:
+        """Settings of the next node, whose plain port remains for the tests' own looks."""
+        if self._certificates is None:
+            return {}
+        self._tls_ports.append(free_port())
+        files = {f"tls_{name}_file": f"{self._certificates}/{file}" for name, file in TLS_FILES.items()}
+        return {"tls_port": str(self._tls_ports[-1]), "tls_cluster": "yes", "tls_replication": "yes", **files}
 
     def _assign(self) -> None:
         for node in range(PRIMARIES):

@@ -17,6 +17,7 @@ from producer.cli.group import main
 from producer.errors import Cancelled, Poisoned, RedisUnavailable
 from producer.keys import Keys
 from producer.status import read_status
+from tests.certificates import TLS_KIND, make_certificates, needs_tls
 from tests.cluster import PRIMARIES, Cluster
 from tests.fakes import CRASH, FakeEngine, expected_text, expected_tokens
 from tests.servers import Server, free_port
@@ -191,6 +192,26 @@ def test_wrong_password_is_an_error_at_once() -> None:
             client.submit("hello")
         with Client(cluster.url.replace("://", "://:secret@"), "default") as client:
             assert client.submit("hello").status() == "queued"
+
+
+@needs_tls
+async def test_tls_and_a_certificate_of_the_client_on_every_node(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    with Cluster(TLS_KIND, certificates=tmp_path) as cluster:
+        url = cluster.tls_url
+        with Client(url, cluster.queue_on(0)) as client:
+            assert client.redis.ping()
+            cluster.migrate(client.queue, 0, 1)
+            assert client.submit("hello").status() == "queued"
+        for queue in map(cluster.queue_on, range(PRIMARIES)):
+            with worker_thread(url, queue), Client(url, queue) as client:
+                assert client.submit_and_wait("hello", max_tokens=5, timeout=30).token_ids == expected_tokens("hello", 5)
+                async with AsyncClient(url, queue) as coroutine:
+                    assert (await coroutine.submit_and_wait("hi", max_tokens=5, timeout=30)).token_ids == expected_tokens("hi", 5)
+        trusting = url.partition("&")[0]
+        for bare in (trusting, trusting.partition("?")[0]):
+            with Client(bare, queue, patience_s=0.2) as client, pytest.raises(RedisUnavailable, match="no node of the cluster knows"):
+                client.submit("hello")
 
 
 def test_bulk_jobs_say_that_rq_needs_a_single_server(cluster: Cluster) -> None:

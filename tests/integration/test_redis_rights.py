@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from producer.connection import connect
 from producer.errors import Poisoned
 from producer.keys import Keys
 from producer.status import read_status
+from tests.certificates import TLS_KIND, make_certificates, needs_tls
 from tests.fakes import CRASH
 from tests.responder import Responder, Taken
 from tests.servers import binary, free_port
@@ -301,15 +301,13 @@ def test_user_without_a_password_stays_locked(tmp_path: Path) -> None:
             assert client.ping()
 
 
+@needs_tls
 def test_tls_serves_encrypted_connections_alone(tmp_path: Path) -> None:
-    path = binary("redis7")
-    if path is None or shutil.which("openssl") is None:
-        pytest.skip("needs a server that was built with TLS, and openssl")
     make_certificates(tmp_path)
     config = (OPS / "redis-tls.conf").read_text().replace("/etc/redis/tls", str(tmp_path))
     port = free_port()
     (tmp_path / "redis-tls.conf").write_text(config.replace("6379", str(port)))
-    command = [path, OPS / "redis.conf", "--dir", tmp_path, "--include", tmp_path / "redis-tls.conf"]
+    command = [str(binary(TLS_KIND)), OPS / "redis.conf", "--dir", tmp_path, "--include", tmp_path / "redis-tls.conf"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -322,15 +320,6 @@ def test_tls_serves_encrypted_connections_alone(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def make_certificates(folder: Path) -> None:
-    for command in (
-        "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=ca -keyout ca.key -out ca.crt",
-        "req -newkey rsa:2048 -nodes -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout redis.key -out redis.csr",
-        "x509 -req -in redis.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 1 -copy_extensions copy -out redis.crt",
-    ):
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
 
 def await_tls(port: int, folder: Path) -> None:
