@@ -136,15 +136,13 @@ class AsyncHandle(HandleCore):
 
 async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
     """One exchange on one connection, which goes back to the pool only if it owes no reply."""
-    task = asyncio.current_task()
-    assert task is not None, "called in a task"
-    num_cancels = task.cancelling()
+    num_cancels = _num_cancels()
     connection = await pool.get_connection()
     try:
+        _check_cancelled(num_cancels)
         async with asyncio.timeout(batch.limit_s) as limit:
             await connection.send_packed_command(connection.pack_commands(batch.commands))
-            if task.cancelling() > num_cancels:  # and redis-py did not let it through: Python 3.11's `wait_for` may swallow one
-                raise asyncio.CancelledError
+            _check_cancelled(num_cancels)
             # The first reply may be long in coming, whatever the socket's timeout; ours is due before redis-py's, which would
             # return None and leave the connection in use.
             replies = [await _read(connection, timeout=batch.limit_s + 1.0)]
@@ -162,6 +160,18 @@ async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
         raise
     finally:
         await pool.release(connection)
+
+
+def _num_cancels() -> int:
+    task = asyncio.current_task()
+    assert task is not None, "called in a task"
+    return task.cancelling()
+
+
+def _check_cancelled(num_before: int) -> None:
+    """Raise a cancel that redis-py did not let through: Python 3.11's `asyncio.wait_for` swallows one that comes as it is done."""
+    if _num_cancels() > num_before:
+        raise asyncio.CancelledError
 
 
 async def _read(connection: Any, **options: float) -> Any:

@@ -15,7 +15,7 @@ class AheadLoop(Loop):
 
     def __init__(self, loaded: LoadedModel, **settings: Any) -> None:
         super().__init__(loaded, run_ahead=True, **settings)
-        self._pending: PendingStep | None = None
+        self.pending: PendingStep | None = None
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
@@ -24,14 +24,14 @@ class AheadLoop(Loop):
             return
         self.runner.copy_blocks(plan)
         assert self.runner.ahead is not None
-        pending = self.runner.ahead.launch(plan)
+        pending = self.runner.ahead.launch(plan, self.pending)
         self._collect()
         self.scheduler.advance(plan)
         pending.mark_unknown()
-        self._pending = pending
+        self.pending = pending
 
     def _collect(self) -> None:
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is None:
             return
         for chunk, sampled in zip(pending.chunks, pending.result(), strict=True):

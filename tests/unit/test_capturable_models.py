@@ -82,7 +82,7 @@ def test_a_launch_asks_the_device_for_nothing() -> None:
     plan = loop.scheduler.schedule()
     assert loop.runner.ahead is not None
     with Watch() as watch:
-        loop.runner.ahead.launch(plan)
+        loop.runner.ahead.launch(plan, loop.pending)
     assert len(plan.chunks) == len(settings)
     assert not watch.waits
 

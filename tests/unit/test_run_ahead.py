@@ -11,6 +11,7 @@ from torch import Tensor
 from producer.sampling import SamplingParams
 from tests.tiny_engine import assert_idle, tiny_engine
 from tests.tiny_models import VOCAB_SIZE
+from worker.engine import run_ahead
 from worker.engine.engine import Engine
 from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, StepOutput
 from worker.engine.run_ahead import RunAhead
@@ -78,6 +79,31 @@ def test_the_next_step_is_launched_before_the_tokens_are_read() -> None:
     assert output.index == 0
     assert request.output_token_ids == [*output.token_ids, UNKNOWN_TOKEN]
     assert request.num_computed_tokens == request.num_prompt_tokens + 1
+
+
+def test_a_step_is_measured_with_its_own_tokens_and_with_what_the_device_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(run_ahead=True)
+    clock_s = [0.0]
+    monkeypatch.setattr(run_ahead.time, "monotonic", lambda: clock_s[0])
+    launcher = engine._runner.ahead
+    assert launcher is not None
+    forward = launcher._forward
+
+    def slow(inputs: Any, rows: Tensor) -> Tensor:
+        clock_s[0] += 0.1 * inputs.input_ids.shape[1]  # what the device takes
+        return forward(inputs, rows)
+
+    monkeypatch.setattr(launcher, "_forward", slow)
+    engine.add(make_request(0, prompt_tokens=9, max_tokens=4, **GREEDY))
+    samples = []
+    while engine.has_work():
+        engine.step()
+        if engine.last_step is not None:
+            samples.append(engine.last_step)
+        clock_s[0] += 0.05  # what the host takes between two steps
+    assert [sample.num_tokens for sample in samples] == [9, 1, 1, 1]
+    assert [sample.seconds for sample in samples] == pytest.approx([0.9, 0.1, 0.1, 0.1])
+    assert [sample.idle_seconds for sample in samples] == pytest.approx([0.0, 0.05, 0.05, 0.05])
 
 
 def test_a_request_that_ends_early_is_dropped_from_the_step_that_was_launched() -> None:

@@ -43,9 +43,9 @@ VARIED = range(1, 200, 7)
 
 
 def test_nothing_is_bound_before_anything_is_known_or_without_a_goal() -> None:
-    assert learnt().batch_tokens(1) > 10**9
-    assert not learnt(goal_ms=0.0).is_bound(realtime_is_quiet=False)
-    assert learnt().is_bound(realtime_is_quiet=False)
+    assert not learnt().is_bound(realtime_is_quiet=False)
+    assert not learnt(10, goal_ms=0.0).is_bound(realtime_is_quiet=False)
+    assert learnt(10).is_bound(realtime_is_quiet=False)
 
 
 def test_cost_of_steps_of_varied_size_is_learnt() -> None:
@@ -111,6 +111,19 @@ def test_batch_decodes_are_held_to_the_goal_while_realtime_runs_and_take_turns()
     assert all(BASE_S + TOKEN_S * size <= 0.05 * 1.1 for size in sizes[3:])
     lengths = [len(request.output_token_ids) for request in requests]
     assert max(lengths) - min(lengths) <= 1
+    sim.run()
+
+
+@pytest.mark.parametrize("output_tokens", [1, 200], ids=["prefills", "decodes"])
+def test_realtime_newcomers_count_in_the_step_that_they_enter(output_tokens: int) -> None:
+    sim = simulation()
+    sim.add(*(batch(4 if output_tokens > 1 else 300, output_tokens) for _ in range(40)))
+    steps(sim, 5)
+    sizes = []
+    for _ in range(60):
+        sim.add(make_request(12, 1))
+        sizes.append(sim.step().num_tokens)
+    assert all(BASE_S + TOKEN_S * size <= MAX_SLOWDOWN * (BASE_S + TOKEN_S * 12) * 1.05 for size in sizes[5:])
     sim.run()
 
 

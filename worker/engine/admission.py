@@ -64,13 +64,17 @@ class Step:
 
     Attributes:
         budget: tokens left.
-        batch_budget: tokens that the batch tier may still add to its decodes.
+        is_bounded: whether batch work is bounded for realtime's sake (`pace`).
+        batch_budget: tokens that the batch tier may add to its decodes then.
+        turns: its decodes, which take turns then.
         in_flight: prefix keys of the blocks that this step computes.
         put_aside: waiting requests that wait for blocks in flight, until the next step.
     """
 
     budget: int
+    is_bounded: bool = False
     batch_budget: int = sys.maxsize
+    turns: list[ScheduledChunk] = field(default_factory=list)
     plan: StepPlan = field(default_factory=StepPlan)
     decodes: list[ScheduledChunk] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)

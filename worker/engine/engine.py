@@ -134,11 +134,9 @@ class Engine:
         """
         outputs = self._take_ended_early()
         plan = self._scheduler.schedule()
-        start_s = time.monotonic()
         self._runner.copy_blocks(plan)
         if plan.chunks:
-            outputs += self._run(plan) if self._runner.ahead is None else self._run_ahead(plan, self._runner.ahead)
-            self._measure(plan, start_s)
+            outputs += self._run_now(plan) if self._runner.ahead is None else self._run_ahead(plan, self._runner.ahead)
         elif self._pending is not None:
             outputs += self._collect()
         elif not outputs:
@@ -205,6 +203,16 @@ class Engine:
 
     # A step
 
+    def _run_now(self, plan: StepPlan) -> list[StepOutput]:
+        """Run the step and wait for it."""
+        start_s = time.monotonic()
+        idle_s = start_s - self._idle_since_s if self._idle_since_s is not None else 0.0
+        outputs = self._run(plan)
+        end_s = time.monotonic()
+        self._note(plan.chunks, end_s - start_s, idle_s)
+        self._idle_since_s = end_s if self._requests else None
+        return outputs
+
     def _run(self, plan: StepPlan) -> list[StepOutput]:
         try:
             results = self._runner.run(plan)
@@ -218,9 +226,9 @@ class Engine:
         if not ahead.can_launch(plan):
             outputs = self._collect()
             rest = _unfinished(plan)
-            return outputs + (self._run(rest) if rest.chunks else [])
+            return outputs + (self._run_now(rest) if rest.chunks else [])
         try:
-            pending = ahead.launch(plan)
+            pending = ahead.launch(plan, self._pending)
         except Exception as error:
             outputs = self._collect()
             rest = _unfinished(plan)
@@ -240,6 +248,8 @@ class Engine:
             results = pending.result()
         except RuntimeError as error:  # what fails behind a launch has failed on the device
             raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
+        self._note(pending.chunks, pending.seconds, pending.idle_seconds)
+        self._idle_since_s = None
         return self._update_all(pending.chunks, results)
 
     def _update_all(self, chunks: Sequence[ScheduledChunk], results: Sequence[Sampled | None]) -> list[StepOutput]:
@@ -296,12 +306,9 @@ class Engine:
             self._scheduler.finish(request)
             self._siblings.ended(request)
 
-    def _measure(self, plan: StepPlan, start_s: float) -> None:
-        end_s = time.monotonic()
-        idle_s = start_s - self._idle_since_s if self._idle_since_s is not None else 0.0
-        self.last_step = step = StepSample(end_s - start_s, idle_s, len(plan.chunks), plan.num_tokens)
-        self._scheduler.pace.cost.observe(step.num_tokens, step.seconds)
-        self._idle_since_s = end_s if self._requests and self._pending is None else None
+    def _note(self, chunks: Sequence[ScheduledChunk], seconds: float, idle_s: float) -> None:
+        self.last_step = step = StepSample(seconds, idle_s, len(chunks), sum(chunk.num_tokens for chunk in chunks))
+        self._scheduler.pace.cost.observe(step.num_tokens, seconds + idle_s)
 
 
 def _finish(request: Request) -> tuple[FinishReason | None, int | None]:

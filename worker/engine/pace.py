@@ -33,6 +33,10 @@ class StepCost:
         self.base_s = self.s_per_token = 0.0
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._product = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        return self._seconds > 0.0
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, at least one, took so long."""
         self._weight = MEMORY * self._weight + 1.0
@@ -57,7 +61,7 @@ class Pace:
     """Bounds the batch tier's tokens in a step by `EngineConfig.realtime_step_ms`, and lets its decodes take turns under the bound.
 
     Args:
-        keeps_floor: whether the batch tier has a floor: then it keeps `EngineConfig.batch_floor` of the step's tokens here, too.
+        keeps_floor: whether the batch tier has a floor: then it keeps `EngineConfig.batch_floor` of what a bounded step holds.
         clock: monotonic seconds.
     """
 
@@ -70,8 +74,8 @@ class Pace:
         self._last_turn = 0
 
     def is_bound(self, *, realtime_is_quiet: bool) -> bool:
-        """Whether this step's batch work is bounded: realtime requests wait or run, or did a moment ago."""
-        if not self._goal_s:
+        """Whether this step's batch work is bounded: realtime requests wait or run, or did a moment ago, and steps' cost is known."""
+        if not self._goal_s or not self.cost.is_known:
             return False
         if not realtime_is_quiet:
             self._realtime_seen_s = self._clock()

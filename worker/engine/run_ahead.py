@@ -8,6 +8,7 @@ were its own when it was launched, and whoever gets them next writes later on th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
 
@@ -23,21 +24,51 @@ Forward = Callable[[StepInputs, Tensor], Tensor]
 """(inputs, rows whose logits are wanted, int64) -> logits [rows, vocab], without a wait for the device."""
 
 
+class Moment:
+    """A place in the device's queue of work, and when the device comes by it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+        self._host_s = time.monotonic()
+
+    def wait(self) -> None:
+        """Until the device has come by."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Of the device's time; it must have come by both."""
+        if self._event is None or earlier._event is None:
+            return self._host_s - earlier._host_s
+        return float(earlier._event.elapsed_time(self._event)) / 1000.0
+
+
 class PendingStep:
     """A step that was launched, and whose tokens are on their way to the host.
 
     Args:
         sampled: of the chunks, those that yield a token; row i of ``tokens`` is of chunk ``sampled[i]``.
+        begun: before its first work.
+        behind: the step that the device works on before it; None where it may have had nothing to do.
+
+    Attributes:
+        ended: behind its last work.
+        seconds, idle_seconds: what it took, and how long the device did nothing before it; known with its result.
     """
 
-    def __init__(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[int], tokens: DeviceTokens) -> None:
+    def __init__(
+        self, chunks: Sequence[ScheduledChunk], sampled: Sequence[int], tokens: DeviceTokens, begun: Moment, behind: PendingStep | None
+    ) -> None:
         self.token_ids = tokens.token_ids
         self.row_of: dict[Request, int] = {chunks[i].request: row for row, i in enumerate(sampled)}
         self.chunks = chunks
+        self.seconds = self.idle_seconds = 0.0
         self._read = torch.where(tokens.good, tokens.token_ids, UNKNOWN_TOKEN).to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if tokens.token_ids.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._begun = begun
+        self._before = behind.ended if behind is not None else begun
+        self.ended: Moment = Moment(tokens.token_ids.device)
 
     def mark_unknown(self) -> None:
         """Let each request that goes on owe its unread token, so that the next step can be planned."""
@@ -47,8 +78,9 @@ class PendingStep:
 
     def result(self) -> list[Sampled | None]:
         """Wait for the tokens; takes the unknown ones out of the requests again. As `ModelRunner.run`'s result."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self.ended.wait()
+        self.seconds = self.ended.seconds_since(self._begun)
+        self.idle_seconds = max(self._begun.seconds_since(self._before), 0.0)
         for request in self.row_of:
             if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]:
                 request.output_token_ids.pop()
@@ -68,31 +100,34 @@ class RunAhead:
     def __init__(self, inputs: tuple[InputBatch, InputBatch], forward: Forward) -> None:
         self._inputs = cycle(inputs)
         self._forward = forward
-        self._previous: PendingStep | None = None
 
     def can_launch(self, plan: StepPlan) -> bool:
         """Whether nothing in the plan needs the host between the model and its result."""
         return all(chunk.request.kind == "generate" and (not chunk.last or is_device_sampled(chunk.request)) for chunk in plan.chunks)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Put a plan's work on the device's queue. Raises what the model raises; then nothing was launched."""
+    def launch(self, plan: StepPlan, behind: PendingStep | None) -> PendingStep:
+        """Put a plan's work on the device's queue, behind a step whose tokens are not read yet, or none.
+
+        Raises what the model raises; then nothing was launched.
+        """
         chunks = plan.chunks
         inputs = next(self._inputs).build(chunks)
         sampled = [i for i, chunk in enumerate(chunks) if chunk.last]
+        requests = [chunks[i].request for i in sampled]
         ends = [inputs.token_starts[i + 1] - 1 for i in sampled]
-        self._carry(inputs.input_ids[0], [chunks[i].request for i in sampled], ends)
+        begun = Moment(inputs.input_ids.device)
+        _carry(behind, inputs.input_ids[0], requests, ends)
         logits = self._forward(inputs, to_device(ends, torch.int64, inputs.input_ids.device))
-        tokens = sample_on_device(logits, [chunks[i].request for i in sampled])
-        self._previous = PendingStep(chunks, sampled, tokens)
-        return self._previous
+        return PendingStep(chunks, sampled, sample_on_device(logits, requests), begun, behind)
 
-    def _carry(self, input_ids: Tensor, requests: Sequence[Request], ends: Sequence[int]) -> None:
-        """Put the unread tokens of the previous step where ``input_ids`` [T] has `UNKNOWN_TOKEN`: at the ends of its requests."""
-        unknown = [(request, end) for request, end in zip(requests, ends, strict=True) if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]]
-        if not unknown:
-            return
-        assert self._previous is not None, "a token that nobody sampled"
-        rows = to_device([self._previous.row_of[request] for request, _ in unknown], torch.int64, input_ids.device)
-        target = to_device([end for _, end in unknown], torch.int64, input_ids.device)
-        input_ids.index_copy_(0, target, self._previous.token_ids[rows])
+
+def _carry(behind: PendingStep | None, input_ids: Tensor, requests: Sequence[Request], ends: Sequence[int]) -> None:
+    """Put the unread tokens of the step before where ``input_ids`` [T] has `UNKNOWN_TOKEN`: at the ends of its requests."""
+    unknown = [(request, end) for request, end in zip(requests, ends, strict=True) if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]]
+    if not unknown:
+        return
+    assert behind is not None, "a token that nobody sampled"
+    rows = to_device([behind.row_of[request] for request, _ in unknown], torch.int64, input_ids.device)
+    target = to_device([end for _, end in unknown], torch.int64, input_ids.device)
+    input_ids.index_copy_(0, target, behind.token_ids[rows])

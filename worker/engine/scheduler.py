@@ -27,7 +27,6 @@ from worker.engine.queues import WaitingQueues
 from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
 from worker.engine.running import RunningSet
 
-LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch steps stay short
 LONG_PREFILL_STEPS = 4  # a prefill that would fill more steps than this shares its steps with others
 
 
@@ -243,40 +242,45 @@ class Scheduler:
         )
 
     def _plan_decodes(self, step: Step) -> list[Request]:
-        """Plan every decode, making room for those that need a block; returns the running requests that owe more."""
-        block_size = self._block_size
-        decodes, growing, prefills = [], [], []
+        """Plan every decode, making room for those that need a block; returns the running requests that owe more.
+
+        Where batch work is bounded its decodes are left for `_plan_turns`.
+        """
+        bounded = self.pace.is_bound(realtime_is_quiet=self._admission.realtime_is_quiet)
+        decodes: list[ScheduledChunk] = []
+        prefills = []
         for request in self._running:
             computed = request.num_computed_tokens
             owed = len(request.prompt_token_ids) + len(request.output_token_ids) - computed
-            if owed == 1:
-                decodes.append(ScheduledChunk(request, computed, 1, True))
-                if computed == len(request.block_ids) * block_size:
-                    growing.append(request)
-            elif owed > 1:
+            if owed > 1:
                 prefills.append(request)
-        step.decodes = decodes
-        if self.pace.is_bound(realtime_is_quiet=self._admission.realtime_is_quiet):
-            growing = self._hold_back(step, growing, prefills)
-        if growing:
-            self._grow_decodes(step, growing)
-        step.budget -= len(step.decodes)
+            elif owed == 1:
+                chunk = ScheduledChunk(request, computed, 1, True)
+                (step.turns if bounded and request.tier == "batch" else decodes).append(chunk)
+        step.is_bounded = bounded
+        self._add_decodes(step, decodes)
         return prefills
 
-    def _hold_back(self, step: Step, growing: list[Request], prefills: list[Request]) -> list[Request]:
-        """Bound batch work by what realtime's steps bear; returns those of ``growing`` whose decode is still planned.
+    def _plan_turns(self, step: Step) -> int:
+        """Bound batch work by what realtime's part of the step leaves it; returns how many of its decodes are in the step.
 
-        Where that is less than the batch tier's decodes these take turns; who sits a step out keeps its blocks.
+        They take turns where not all are; who sits a step out keeps its blocks.
         """
-        batch = [chunk.request for chunk in step.decodes if chunk.request.tier == "batch"]
-        owed = sum(request.num_owed_tokens for request in prefills if request.tier == "realtime")
-        bound = self.pace.batch_tokens(min(len(step.decodes) - len(batch) + owed, step.budget))
-        step.batch_budget = max(bound - len(batch), 0)
-        held = self.pace.take_turns(batch, bound)
-        if not held:
-            return growing
-        step.decodes = [chunk for chunk in step.decodes if chunk.request not in held]
-        return [request for request in growing if request not in held]
+        tokens = self.pace.batch_tokens(self.config.max_batch_tokens - step.budget)
+        decodes = [chunk for chunk in step.turns if chunk.request.status is RequestStatus.RUNNING]
+        held = self.pace.take_turns([chunk.request for chunk in decodes], min(tokens, step.budget))
+        decodes = [chunk for chunk in decodes if chunk.request not in held]
+        self._add_decodes(step, decodes)
+        step.batch_budget = max(tokens - len(decodes), 0)
+        return len(decodes)
+
+    def _add_decodes(self, step: Step, decodes: list[ScheduledChunk]) -> None:
+        size, others = self._block_size, len(step.decodes)
+        step.decodes += decodes
+        growing = [request for request, start, _, _ in decodes if start == len(request.block_ids) * size]
+        if growing:
+            self._grow_decodes(step, growing)
+        step.budget -= len(step.decodes) - others
 
     def _grow_decodes(self, step: Step, growing: list[Request]) -> None:
         while self._blocks.pool.num_available < len(growing):
@@ -292,11 +296,13 @@ class Scheduler:
         quiet = self._admission.realtime_is_quiet
         realtime = [request for request in prefills if request.tier == "realtime"]
         batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
-        num_batch_decodes = sum(chunk.request.tier == "batch" for chunk in step.decodes)
         shares, left = self._shares, step.budget
-        floor = shares.floor_tokens - num_batch_decodes if batch or self._admission.may_fill_floor(step) else 0
-        floor = max(0, min(floor, left // 2, step.batch_budget))
+        num_batch_decodes = 0 if step.is_bounded else self._running.count["batch"] - len(batch)
+        wanted = batch or step.turns or self._admission.may_fill_floor(step)
+        floor = max(0, min(shares.floor_tokens - num_batch_decodes, left // 2)) if wanted else 0
         self._plan_prefills(step, realtime, self._admission.admit_realtime, left - floor)
+        if step.is_bounded:
+            num_batch_decodes = self._plan_turns(step)
         share = left if quiet else max(shares.batch_tokens - num_batch_decodes, floor)
         self._plan_prefills(step, batch, self._admission.admit_batch, min(step.budget, share, step.batch_budget))
 

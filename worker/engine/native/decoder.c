@@ -9,6 +9,7 @@
 #define WIDE_ROWS 96
 /* Of its own rows a thread takes so many at once from product to product, so that what one writes is in the cache for the next. */
 #define WIDE_BLOCK 256
+#define WIDE_UNIT 32 /* shares of rows are multiples of it: whole tiles, and equal ones for the usual budgets */
 
 /* A thread's view of a running step. */
 struct run {
@@ -242,7 +243,7 @@ static void run_step(struct run *run) {
     const struct decoder *d = run->decoder;
     int num_tokens = run->step->batch.num_tokens, unit;
     run->wide = num_tokens >= WIDE_ROWS * run->team->size || run->team->size == 1;
-    unit = run->wide ? ROW_BLOCK : 1;
+    unit = run->wide ? WIDE_UNIT : 1;
     run->begin = team_share(run->team, run->tid, num_tokens, unit);
     run->end = team_share(run->team, run->tid + 1, num_tokens, unit);
     run->sums += run->tid * gemm_scratch_bytes() / (int64_t)sizeof(float);

@@ -17,7 +17,11 @@
 
 #define PANEL 32      /* outputs in a panel, inputs in a step */
 #define TILE_ROWS 16
-#define ROW_BLOCK 32  /* rows that are multiplied together */
+#ifdef __AVX512F__
+#define ROW_BLOCK 32  /* rows that are multiplied together: two tiles of the tile unit */
+#else
+#define ROW_BLOCK 48  /* a multiple of the six rows whose sums fit the registers, too */
+#endif
 #define TILE_ELEMENTS (TILE_ROWS * PANEL)
 
 /* Packed weights. Mirrored by `MatrixStruct` in library.py. */
