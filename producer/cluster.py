@@ -191,3 +191,6 @@ class AsyncClusterTcp(_AsyncFollower, aioredis.Connection):
 
 class AsyncClusterTls(_AsyncFollower, AsyncSSLConnection):
     plain = AsyncSSLConnection
+
+
+FOLLOWERS: dict[type, type] = {cls.plain: cls for cls in (ClusterTcp, ClusterTls, AsyncClusterTcp, AsyncClusterTls)}

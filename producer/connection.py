@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 import socket
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +22,7 @@ from redis.asyncio.connection import UnixDomainSocketConnection as AsyncUnixConn
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.connection import UnixDomainSocketConnection, parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -66,16 +67,7 @@ def connect(url: str, *, queue: str | None = None, **options: Any) -> redis.Redi
     retry = Retry(NoBackoff(), 0)
     if _scheme(url) in SENTINEL_SCHEMES:
         return _connect_sentinel(url, retry, options)
-    if _scheme(url) in CLUSTER_SCHEMES:
-        from producer.cluster import ClusterTcp, ClusterTls
-
-        kwargs = _cluster_options(url, queue, retry, options)
-        kwargs["connection_class"] = ClusterTls if kwargs["connection_class"] is SSLConnection else ClusterTcp
-    else:
-        kwargs = _options(url, retry, options)
-        kwargs["connection_class"] = _CLEAN[kwargs.get("connection_class", Connection)]
-    _check_options(kwargs)
-    return redis.Redis.from_pool(redis.ConnectionPool(**kwargs))
+    return redis.Redis.from_pool(redis.ConnectionPool(**_pool_options(url, queue, retry, options, _CLASSES)))
 
 
 def connect_async(url: str, *, queue: str | None = None, **options: Any) -> aioredis.Redis:
@@ -83,16 +75,7 @@ def connect_async(url: str, *, queue: str | None = None, **options: Any) -> aior
     retry = AsyncRetry(NoBackoff(), 0)
     if _scheme(url) in SENTINEL_SCHEMES:
         return _connect_async_sentinel(url, retry, options)
-    if _scheme(url) in CLUSTER_SCHEMES:
-        from producer.cluster import AsyncClusterTcp, AsyncClusterTls
-
-        kwargs = _cluster_options(url, queue, retry, options)
-        kwargs["connection_class"] = AsyncClusterTls if kwargs["connection_class"] is SSLConnection else AsyncClusterTcp
-    else:
-        kwargs = _options(url, retry, options)
-        kwargs["connection_class"] = _ASYNC[kwargs.get("connection_class", Connection)]
-    _check_options(kwargs)
-    return aioredis.Redis.from_pool(aioredis.ConnectionPool(**kwargs))
+    return aioredis.Redis.from_pool(aioredis.ConnectionPool(**_pool_options(url, queue, retry, options, _ASYNC_CLASSES)))
 
 
 def redact(url: str) -> str:
@@ -134,20 +117,33 @@ class Backoff:
         self._count = 0
 
 
-_CLEAN: dict[type, type] = {Connection: Tcp, SSLConnection: Tls, UnixDomainSocketConnection: Unix}
-_ASYNC: dict[type, type] = {
-    Connection: aioredis.Connection,
-    SSLConnection: AsyncSSLConnection,
-    UnixDomainSocketConnection: AsyncUnixConnection,
-}
+_CLASSES: dict[str, type] = {"redis": Tcp, "rediss": Tls, "unix": Unix}
+_ASYNC_CLASSES: dict[str, type] = {"redis": aioredis.Connection, "rediss": AsyncSSLConnection, "unix": AsyncUnixConnection}
 
 
 def _scheme(url: str) -> str:
     return url.partition("://")[0]
 
 
+def _pool_options(url: str, queue: str | None, retry: Any, options: dict[str, Any], classes: Mapping[str, type]) -> dict[str, Any]:
+    """Arguments of a connection pool, whose connections are of the class of the URL's scheme, or follow ``queue`` with it."""
+    if _scheme(url) in CLUSTER_SCHEMES:
+        from producer.cluster import FOLLOWERS, Slot
+
+        seeds, plain = _split_cluster(url)
+        if queue is None:
+            raise ValueError("a cluster URL needs a queue, whose node is followed")
+        kwargs = _options(plain, retry, options)
+        kwargs |= {"connection_class": FOLLOWERS[classes[_scheme(plain)]], "slot": Slot(Keys(queue).prefix, seeds)}
+    else:
+        kwargs = _options(url, retry, options)
+        kwargs["connection_class"] = classes[_scheme(url)]
+    _check_options(kwargs)
+    return kwargs
+
+
 def _options(url: str, retry: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a connection pool."""
+    """What a plain URL and we say of a connection."""
     from_url: dict[str, Any] = parse_url(url)
     defaults: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_S,
@@ -196,20 +192,15 @@ def _split_sentinel(url: str) -> tuple[list[Address], str, str]:
     return addresses, unquote(path[0]), plain
 
 
-def _cluster_options(url: str, queue: str | None, retry: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a pool whose connections follow ``queue``; the class is still the one of a plain URL."""
-    from producer.cluster import Slot
-
+def _split_cluster(url: str) -> tuple[list[Address], str]:
+    """Nodes, and a plain URL that carries user, password and query."""
     parts = urlsplit(url)
     user, at, hosts = parts.netloc.rpartition("@")
     if not hosts or parts.path not in ("", "/", "/0"):
         raise ValueError("a cluster URL is redis+cluster://[user:password@]host:port[,host:port…]; a cluster's database is 0")
-    if queue is None:
-        raise ValueError("a cluster URL needs a queue, whose node is followed")
     query = f"?{parts.query}" if parts.query else ""
     seeds = _addresses(hosts, 6379)
-    kwargs = _options(f"{CLUSTER_SCHEMES[parts.scheme]}://{user}{at}{seeds[0][0]}{query}", retry, options)
-    return {"connection_class": Connection} | kwargs | {"slot": Slot(Keys(queue).prefix, seeds)}
+    return seeds, f"{CLUSTER_SCHEMES[parts.scheme]}://{user}{at}{seeds[0][0]}{query}"
 
 
 def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
