@@ -7,6 +7,7 @@ because only the caller knows whether a command may have been run already.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
@@ -36,6 +37,7 @@ HEALTH_CHECK_S = 30
 MAX_CONNECTIONS = 2**31  # a blocked caller holds a connection; how many callers there are is not ours to limit
 SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 _TRANSIENT_PREFIXES = (
     "BUSY ",
@@ -62,7 +64,8 @@ def connect(url: str, *, queue: str | None = None, **options: Any) -> redis.Redi
         options: settings of the connections (redis-py's names) instead of ours; those in the URL's query win over both.
 
     Raises:
-        ValueError: the URL is malformed, or a cluster's and there is no ``queue``; the message holds no password.
+        ValueError: the URL is malformed, names a certificate that is not there, or is a cluster's and there is no ``queue``;
+            the message holds no password.
     """
     retry = Retry(NoBackoff(), 0)
     if _scheme(url) in SENTINEL_SCHEMES:
@@ -145,6 +148,9 @@ def _pool_options(url: str, queue: str | None, retry: Any, options: dict[str, An
 def _options(url: str, retry: Any, options: dict[str, Any]) -> dict[str, Any]:
     """What a plain URL and we say of a connection."""
     from_url: dict[str, Any] = parse_url(url)
+    for name in _FILES:
+        if name in from_url and not os.path.isfile(from_url[name]):  # would look like Redis trouble, and be waited for
+            raise ValueError(f"{name} in the Redis URL names no file")
     defaults: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,

@@ -61,6 +61,9 @@ def test_unix_and_tls_urls_are_understood() -> None:
         "redis+cluster://a:one",
         "redis+cluster://a:1/3",
         "redis+cluster://a:1?colour=red",
+        "rediss://a:1?ssl_ca_certs=/none/ca.crt",
+        "rediss+sentinel://a:1/service?ssl_certfile=/none/redis.crt",
+        "rediss+cluster://a:1?ssl_keyfile=/none/redis.key",
     ],
 )
 def test_malformed_url_is_a_value_error(url: str) -> None:
