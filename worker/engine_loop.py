@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -87,6 +89,11 @@ class EngineLoop:
     def stalled(self) -> bool:
         """Whether it has work and has made no progress with it for too long."""
         return not self.progress.check().ok
+
+    def where(self) -> str:
+        """The calls that its thread is in now, for the log of one that hangs."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def start(self, emit: Emit) -> None:
         """Load the engine and run it; ``emit`` takes what each step puts out, and must not block."""

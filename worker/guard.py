@@ -28,6 +28,11 @@ class Guard:
         """A thread that is not started yet; it does not keep the process alive."""
         return threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
 
+    def fail(self, error: BaseException) -> None:
+        """End the worker as if a thread had failed with ``error``."""
+        self.failure = self.failure or error
+        self._on_end()
+
     def _run(self, run: Callable[[], None]) -> None:
         try:
             run()

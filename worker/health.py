@@ -82,6 +82,25 @@ class Progress:
         return Finding(True, f"{held} requests held, last step {stalled_s:.1f} s ago" if held else "idle")
 
 
+class Wedge:
+    """How long the engine has been seen wedged, by looks that follow one another. What lies between two looks counts for at most
+    ``longest_gap_s``: a process that was stopped for an hour has not been wedged for one.
+    """
+
+    def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest_gap_s = longest_gap_s
+        self._clock = clock
+        self._looked_s = clock()
+        self._seconds = 0.0
+
+    def look(self, wedged: bool) -> float:
+        """Note what is so now; returns the seconds."""
+        now_s = self._clock()
+        self._seconds = self._seconds + min(now_s - self._looked_s, self._longest_gap_s) if wedged else 0.0
+        self._looked_s = now_s
+        return self._seconds
+
+
 class HealthServer:
     """Serves the three pages from threads of its own, until `close`.
 

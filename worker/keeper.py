@@ -12,9 +12,10 @@ from collections.abc import Callable
 import structlog
 
 from producer import __version__
-from producer.errors import Cancelled, DeadlineExceeded
+from producer.errors import Cancelled, DeadlineExceeded, InternalError
 from producer.keys import TIERS
 from worker.core import Core
+from worker.health import Wedge
 from worker.intake import Intake
 from worker.reload import Reload, Reloader
 from worker.stream.control import Control, Order
@@ -24,6 +25,7 @@ from worker.stream.trouble import TROUBLE, Trouble
 
 SLICE_S = 0.25  # how late a deadline may be noticed, and how late a stop
 MAX_BEAT_S = 1.0
+WEDGED_LEASES = 3  # without a step, until the worker ends: what it held has lapsed, and whoever lives has looked for it
 
 log = structlog.get_logger("headrace.worker")
 
@@ -49,6 +51,7 @@ class Keeper:
         reloader: Reloader,
     ) -> None:
         self._config = config = core.config
+        self._guard = core.guard
         self._registry = core.registry
         self._loop = core.loop
         self._publisher = core.publisher
@@ -66,6 +69,7 @@ class Keeper:
         self._reap_at_s = time.monotonic() + config.lease_s
         self._since_s = time.monotonic()
         self._rate = Rate()
+        self._wedge = Wedge(longest_gap_s=config.redis_timeout_s + SLICE_S)
         self._thread = core.guard.thread("keeper", self._run)
 
     def start(self) -> None:
@@ -86,6 +90,8 @@ class Keeper:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._end_expired()
+            self._end_wedged()
+            self._metrics.scheduler(self._loop.stats, {tier: self._intake.num_ahead(tier) for tier in TIERS})
             if not self._trouble.ready:
                 self._stopping.wait(min(self._trouble.pause_s, SLICE_S))
                 continue
@@ -93,6 +99,7 @@ class Keeper:
                 self._round()
             except TROUBLE as error:
                 self._trouble.hit(error)
+                self._metrics.redis(up=False)
             else:
                 self._trouble.over()
 
@@ -104,7 +111,6 @@ class Keeper:
             self._renew_at_s = now_s + self._config.lease_s / 3
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + min(MAX_BEAT_S, self._config.lease_s / 3)
-            self._metrics.scheduler(self._loop.stats, {tier: self._intake.num_ahead(tier) for tier in TIERS})
             self._heartbeat.beat(self._fields())
             self._show_queue()
             self._started.set()
@@ -138,6 +144,13 @@ class Keeper:
         for active in self._registry.expired(time.monotonic()):
             self._publisher.end(active, DeadlineExceeded("the deadline passed while it ran"))
 
+    def _end_wedged(self) -> None:
+        """Only a new process frees a thread that hangs, and not everywhere does a probe see to that."""
+        wedged_s = self._wedge.look(self._loop.stalled)
+        if wedged_s > (WEDGED_LEASES - 1) * self._config.lease_s and self._guard.failure is None:
+            log.critical("engine wedged", stalled_s=round(self._loop.progress.stalled_s, 1), traceback=self._loop.where())
+            self._guard.fail(InternalError("the engine is wedged"))
+
     def _renew(self) -> None:
         if self._loop.stalled:
             return
@@ -155,7 +168,9 @@ class Keeper:
             self._control.ask_to_share(holder, self._config.name)
 
     def _show_queue(self) -> None:
-        for tier in self._heartbeat.tiers():
+        tiers = self._heartbeat.tiers()
+        self._metrics.redis(up=True)
+        for tier in tiers:
             self._metrics.queue(tier.tier, depth=tier.queued, pending=tier.running, oldest_age_seconds=tier.oldest_age_s or 0.0)
 
     def _reap(self) -> None:

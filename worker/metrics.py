@@ -188,6 +188,7 @@ class WorkerMetrics:
         self._prefix_hits = make.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = make.counters("num_preemptions", "Requests thrown out of the batch.", "kind", PREEMPTION_KINDS)
         self._busy = make.counter("engine_busy_seconds", "Time the engine spent in steps.")
+        self._stalled = make.gauge("engine_stalled_seconds", "Time since the engine last showed progress; 0 while it has no work.")
         self._idle = make.counter("engine_idle_seconds", "Time the device did nothing while requests waited for it.")
         self._step_time = make.distribution("step_time_seconds", "Length of a step.", STEP_SECONDS)
         self._batch_size = make.distribution("batch_size", "Requests in a step.", BATCH_SIZES)
@@ -209,6 +210,7 @@ class WorkerMetrics:
         self._decode_time = make.distributions("request_decode_time_seconds", "From first token to last.", REQUEST_SECONDS)
 
     def _make_stream(self, make: _Factory) -> None:
+        self._redis_up = make.gauge("redis_up", "1 while Redis serves the worker, 0 while it is waited out.")
         self._queue_depth = make.gauges("queue_depth", "Requests on the stream that no worker has taken.", "tier", TIERS)
         self._queue_pending = make.gauges("queue_pending", "Requests on the stream that some worker holds.", "tier", TIERS)
         self._oldest = make.gauges("queue_oldest_age_seconds", "Age of the oldest request that no worker has taken.", "tier", TIERS)
@@ -281,11 +283,22 @@ class WorkerMetrics:
             if seconds is not None:
                 family[tier].observe(seconds)
 
-    def queue(self, tier: Tier, *, depth: int, pending: int, oldest_age_seconds: float) -> None:
+    def redis(self, *, up: bool) -> None:
+        """Show whether Redis serves the worker; where not, what is on the queue is not known, and shown as NaN."""
+        self._redis_up.set(up)
+        if not up:
+            for tier in TIERS:
+                self.queue(tier, depth=math.nan, pending=math.nan, oldest_age_seconds=math.nan)
+
+    def queue(self, tier: Tier, *, depth: float, pending: float, oldest_age_seconds: float) -> None:
         """Show a tier's stream as the worker last saw it; every worker of the queue shows the same."""
         self._queue_depth[tier].set(depth)
         self._queue_pending[tier].set(pending)
         self._oldest[tier].set(oldest_age_seconds)
+
+    def watch_stall(self, read: Callable[[], float]) -> None:
+        """Have ``read`` asked at every scrape, in the scraper's thread, for how long the engine has stalled, in seconds."""
+        self._stalled.set_function(read)
 
     def watch_memory(self, read: Callable[[MemoryKind], float]) -> None:
         """Have ``read`` asked for the device's memory, in bytes, at every scrape; in the scraper's thread."""

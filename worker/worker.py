@@ -80,6 +80,7 @@ class Worker:
         self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, safe to use in a signal handler
         outage = Outage()
         self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
+        self._metrics.watch_stall(lambda: self.loop.progress.stalled_s)
         self._publisher = Publisher(config, self._guard, self._ledger(), self.registry, self.loop, outage, self._metrics, on_end)
         core = Core(config, self._guard, self.registry, self.loop, self._publisher, outage, self._metrics)
         self._intake = Intake(core, Consumer(self._client, self._keys, config.name, config.lease_s), self._ledger())

@@ -182,6 +182,18 @@ def test_wedged_engine_loses_its_lease(scene: Scene) -> None:
         wedged.kill()
 
 
+def test_wedged_worker_ends_and_hands_back_what_nobody_took(scene: Scene) -> None:
+    with scene.running_worker("--step-ms", 20) as wedged:
+        handles = scene.submit(4, 60, stream=True)
+        scene.await_progress(handles)
+        poison = scene.client.submit(WEDGE, max_tokens=5)
+        assert wedged.wait() == 1
+        assert poison.status() == "queued"
+        poison.cancel()
+        with scene.running_worker(lease_s=600):  # which would not take what has only lapsed
+            assert_all_answered_once(scene, handles, 60)
+
+
 def test_request_that_kills_its_workers_is_given_up_and_costs_nobody_else(scene: Scene) -> None:
     stop = threading.Event()
 

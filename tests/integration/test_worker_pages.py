@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -102,7 +103,7 @@ def test_running_worker_is_healthy_ready_and_counts(server: Server, queue: str) 
 
 
 def test_queue_that_waits_is_shown_with_its_age(server: Server, queue: str) -> None:
-    with scene(server.url, queue) as worker, Client(server.url, queue=queue) as client:
+    with scene(server.url, queue, lease_s=30.0) as worker, Client(server.url, queue=queue) as client:
         worker.engine.go.clear()
         handles = client.submit_many(["waits"] * 150)  # more than the engine has room for
         eventually(lambda: worker.sample("queue_depth", tier="realtime") > 0, "the depth")
@@ -115,7 +116,7 @@ def test_queue_that_waits_is_shown_with_its_age(server: Server, queue: str) -> N
 
 
 def test_wedged_worker_is_neither_healthy_nor_ready_until_it_goes_on(server: Server, queue: str) -> None:
-    with scene(server.url, queue) as worker, Client(server.url, queue=queue) as client:
+    with scene(server.url, queue, lease_s=3.0) as worker, Client(server.url, queue=queue) as client:
         worker.engine.go.clear()
         handle = client.submit("hello", max_tokens=3)
         eventually(lambda: worker.statuses() == (503, 503), "the wedge is seen")
@@ -125,6 +126,17 @@ def test_wedged_worker_is_neither_healthy_nor_ready_until_it_goes_on(server: Ser
         worker.engine.go.set()
         handle.result(timeout=20)
         eventually(lambda: worker.statuses() == (200, 200), "it is well again")
+
+
+def test_engine_that_hangs_in_its_first_step_is_shown_to_stall(server: Server, queue: str) -> None:
+    with scene(server.url, queue, lease_s=30.0) as worker, Client(server.url, queue=queue) as client:
+        assert worker.sample("engine_stalled_seconds") == 0
+        worker.engine.go.clear()
+        handle = client.submit("hello", max_tokens=3)
+        eventually(lambda: worker.sample("engine_stalled_seconds") > 0.3, "the stall grows")
+        worker.engine.go.set()
+        handle.result(timeout=20)
+        eventually(lambda: worker.sample("engine_stalled_seconds") == 0, "it goes on")
 
 
 def test_draining_worker_is_healthy_but_not_ready(server: Server, queue: str) -> None:
@@ -148,6 +160,23 @@ def test_redis_down_makes_it_unready_and_a_restart_ready_again(queue: str) -> No
         assert checks["engine"]["ok"]
         server.start()
         eventually(lambda: worker.statuses() == (200, 200), "it is ready again")
+
+
+def test_during_an_outage_the_engine_is_shown_as_it_is_and_the_queue_as_unknown(queue: str) -> None:
+    queue_gauges = ("queue_depth", "queue_pending", "queue_oldest_age_seconds")
+    with Server("valkey", appendonly="yes") as server, scene(server.url, queue) as worker, Client(server.url, queue=queue) as client:
+        assert worker.sample("redis_up") == 1
+        worker.engine.step_s = 0.02
+        handle = client.submit("hello", max_tokens=100)
+        eventually(lambda: worker.sample("num_requests_running", tier="realtime") == 1, "it runs")
+        server.kill()
+        eventually(lambda: worker.sample("redis_up") == 0, "the outage is seen")
+        assert all(math.isnan(worker.sample(name, tier="realtime")) for name in queue_gauges)
+        eventually(lambda: worker.sample("num_requests_running", tier="realtime") == 0, "it has run")
+        server.start()
+        handle.result(timeout=20)
+        eventually(lambda: worker.sample("queue_depth", tier="realtime") == 0, "it is known again")
+        assert worker.sample("redis_up") == 1
 
 
 def test_failed_engine_is_reported_with_its_reason(server: Server, queue: str) -> None:
