@@ -8,18 +8,22 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from producer import Client
 from tests.fakes import FakeEngine
 from tests.servers import Server
+from tests.tiny_engine import tiny_engine
 from tests.workers import eventually
 from worker.config import WorkerConfig
-from worker.engine.request import StepOutput
+from worker.engine.failures import EXHAUSTED_AFTER
+from worker.engine.request import StepOutput, StepPlan
 from worker.metrics import WorkerMetrics
+from worker.reload import LoadModel
 from worker.service import health_pages
 from worker.worker import Worker
 
@@ -68,10 +72,11 @@ class Scene:
 
 
 @contextmanager
-def scene(url: str, queue: str, **config: Any) -> Iterator[Scene]:
+def scene(url: str, queue: str, load: LoadModel | None = None, **config: Any) -> Iterator[Scene]:
+    """A worker with `Scene.engine`, or with what ``load`` makes."""
     settings = WorkerConfig(redis_url=url, queue=queue, **{"lease_s": 1.0, "drain_s": 20.0} | config)
     metrics, engine = WorkerMetrics(settings.name), Stoppable()
-    worker = Worker(settings, lambda _: engine, metrics)
+    worker = Worker(settings, load or (lambda _: engine), metrics)
     thread = threading.Thread(target=worker.run, daemon=True)
     with health_pages(worker, metrics) as server:
         thread.start()
@@ -188,6 +193,20 @@ def test_failed_engine_is_reported_with_its_reason(server: Server, queue: str) -
         client.submit("hello", max_tokens=3)
         eventually(lambda: worker.statuses() == (503, 503), "the failure is seen")
         assert worker.page("/healthz")[1]["checks"]["engine"]["detail"].startswith("MemoryError")
+
+
+def test_device_without_memory_is_reported_and_ends_the_worker_instead_of_failing_all_that_comes(server: Server, queue: str) -> None:
+    def run_out(_: StepPlan) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = tiny_engine()
+    engine._runner.run = run_out  # type: ignore[method-assign]  # one engine's, for this test
+    with scene(server.url, queue, lambda _: engine) as worker, Client(server.url, queue=queue) as client:
+        handles = client.submit_many(["hello"] * 40)
+        eventually(lambda: worker.statuses() == (503, 503), "the failure is seen")
+        assert worker.page("/healthz")[1]["checks"]["engine"]["detail"].startswith("FatalDeviceError: out of memory")
+        eventually(lambda: len(worker.worker.registry) == 0, "all is handed back")
+        assert sum(handle.status() == "queued" for handle in handles) > 40 - EXHAUSTED_AFTER
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from producer.wire import GenerateRequest
 from tests.tiny_engine import EOS, assert_idle, byte_tokenizer, loaded_model, request, run, tiny_engine
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.engine import Engine
+from worker.engine.failures import FatalDeviceError
 from worker.engine.model_loader import prepare_model
 from worker.engine.request import Request, StepPlan
 
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 POISON = 317  # a token whose embedding is NaN in `poisoned`
 WILD: tuple[dict[str, Any], ...] = (
     {},
@@ -189,25 +191,54 @@ def test_every_request_failing_leaves_an_engine_that_works() -> None:
     assert run(engine, [request("next", [1], 2)])["next"][-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")]
-)
+def fail_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, fails: Callable[[StepPlan], bool]) -> None:
+    step = engine._runner.run
+
+    def run_or_fail(plan: StepPlan) -> Any:
+        if fails(plan):
+            raise error
+        return step(plan)
+
+    monkeypatch.setattr(engine._runner, "run", run_or_fail)
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")])
 def test_memory_running_out_has_a_code_of_its_own(
     expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     engine = tiny_engine(max_batch_tokens=512)
-    step = engine._runner.run
-
-    def run_out_of_memory(plan: StepPlan) -> Any:
-        if any(chunk.request.id == "culprit" for chunk in plan.chunks):
-            raise error
-        return step(plan)
-
-    monkeypatch.setattr(engine._runner, "run", run_out_of_memory)
+    fail_steps(engine, monkeypatch, error, lambda plan: any(chunk.request.id == "culprit" for chunk in plan.chunks))
     requests = wild_requests()
     outputs = run(engine, [request("culprit", [1], 3), *requests])
     assert outputs["culprit"][-1].error_code == "OUT_OF_MEMORY"
     assert tokens_of(requests) == expected
+
+
+@pytest.mark.parametrize(("waves", "num_answered"), [([20], 0), ([1] * 20, 7)], ids=["in one batch", "one by one"])
+def test_a_device_without_memory_is_given_up_before_it_has_failed_everything(
+    monkeypatch: pytest.MonkeyPatch, waves: list[int], num_answered: int
+) -> None:
+    engine, answered = tiny_engine(), []
+    fail_steps(engine, monkeypatch, OUT_OF_MEMORY, lambda _: True)
+
+    def serve() -> None:
+        for wave, count in enumerate(waves):
+            for i in range(count):
+                engine.add(request(f"r{wave}-{i}", [i], 5))
+            answered.extend(engine.step())
+
+    with pytest.raises(FatalDeviceError, match="out of memory: 8 requests in a row"):
+        serve()
+    assert [output.error_code for output in answered] == ["OUT_OF_MEMORY"] * num_answered
+
+
+def test_requests_too_large_for_the_device_are_no_end_of_it_while_others_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    fail_steps(engine, monkeypatch, OUT_OF_MEMORY, lambda plan: any(chunk.request.id.startswith("large") for chunk in plan.chunks))
+    for round_ in range(3):
+        outputs = run(engine, [request(f"large{round_}{i}", [i], 5) for i in range(7)])
+        assert {output.error_code for (output,) in outputs.values()} == {"OUT_OF_MEMORY"}
+        assert run(engine, [request("small", [1], 2)])["small"][-1].finish_reason == "length"
 
 
 def test_a_row_of_nan_fails_alone_and_its_blocks_can_be_used_again(poisoned: Any, expected: dict[str, list[int]]) -> None:

@@ -23,7 +23,7 @@ from producer.wire import FinishReason, GenerateRequest, Result
 from worker.engine import structured
 from worker.engine.config import EngineConfig
 from worker.engine.detokenizer import Detokenizer
-from worker.engine.failures import FatalDeviceError, as_request_error, is_fatal, is_out_of_memory, log_culprit, release_memory
+from worker.engine.failures import Exhaustion, FatalDeviceError, as_request_error, is_fatal, is_out_of_memory, log_culprit, release_memory
 from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import LoadedModel, load_model
 from worker.engine.model_runner import ModelRunner
@@ -78,6 +78,7 @@ class Engine:
         self._siblings = Siblings(self._scheduler)
         self._requests: dict[str, Request] = {}
         self._ended_early: list[StepOutput] = []
+        self._exhaustion = Exhaustion()
         self._pending: PendingStep | None = None
         self._idle_since_s: float | None = None
         self._offline_ids = itertools.count()
@@ -253,10 +254,11 @@ class Engine:
         return self._update_all(pending.chunks, results)
 
     def _update_all(self, chunks: Sequence[ScheduledChunk], results: Sequence[Sampled | None]) -> list[StepOutput]:
+        self._exhaustion.over()
         return [output for chunk, sampled in zip(chunks, results, strict=True) if (output := self._update(chunk, sampled))]
 
     def _isolate(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """Run the halves of a failed step, until what makes it fail is alone; only that is ended.
+        """Run the halves of a failed step, until what makes it fail is alone; only that is ended. A device without memory ends all.
 
         Nothing of a failed step has been advanced, and computing it again writes the same into the KV cache.
         """
@@ -265,6 +267,7 @@ class Engine:
         log.warning("step failed", batch_size=len(plan.chunks), error=type(error).__name__)
         if len(plan.chunks) == 1:
             log_culprit(plan.chunks[0].request.id, error)
+            self._exhaustion.hit(error)
             failure = as_request_error(error)
             return [self._fail(plan.chunks[0].request, failure.code, failure.message)]
         if is_out_of_memory(error):

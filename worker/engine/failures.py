@@ -9,11 +9,36 @@ import torch
 
 from producer.errors import BatchFailed, HeadraceError, InternalError, OutOfMemory
 
+EXHAUSTED_AFTER = 8
+
 log = structlog.get_logger("headrace.engine")
 
 
 class FatalDeviceError(InternalError):
-    """The device is lost for this process (CUDA errors are sticky); only a new process helps."""
+    """The device is lost for this process (CUDA errors are sticky, memory may never come back); only a new process helps."""
+
+
+class Exhaustion:
+    """Tells a device that has no memory left from requests that want too much of it: it fails one after the other, each alone in its
+    step, and nothing succeeds between.
+    """
+
+    def __init__(self) -> None:
+        self._num_in_a_row = 0
+
+    def over(self) -> None:
+        """A step succeeded."""
+        self._num_in_a_row = 0
+
+    def hit(self, error: Exception) -> None:
+        """A request failed alone in its step.
+
+        Raises:
+            FatalDeviceError: it was the one too many that ran out of memory.
+        """
+        self._num_in_a_row = self._num_in_a_row + 1 if is_out_of_memory(error) else 0
+        if self._num_in_a_row >= EXHAUSTED_AFTER:
+            raise FatalDeviceError(f"out of memory: {self._num_in_a_row} requests in a row, each alone in its step") from error
 
 
 def is_fatal(error: Exception, device: torch.device) -> bool:
