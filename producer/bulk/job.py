@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from redis import RedisError
 from rq import get_current_job
 from rq.job import Job
 
@@ -107,22 +109,32 @@ class _Run:
     async def _run_ticking(self, runner: BulkRunner, progress: Callable[[], Progress]) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._interrupt, runner)
+        await self._save(progress())  # it has begun: from here on `queue.cancel` leaves its requests to the last run
+        await self._heed_cancel(runner)
         ticker = asyncio.create_task(_every(TICK_S, lambda: self._tick(runner, progress)))
         try:
             if await runner.run():
                 self._state = "done"
+            elif self._state == "cancelled":
+                await runner.withdraw()
         finally:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
             loop.remove_signal_handler(signal.SIGTERM)
 
     async def _tick(self, runner: BulkRunner, progress: Callable[[], Progress]) -> None:
-        await self._save(progress())
+        """What Redis does not take now waits for the next tick. A parent that an outage has ended is missed in spite of it."""
         if os.getppid() != self._parent:
             self._interrupt(runner)
-        elif await asyncio.to_thread(self._job.connection.hexists, self._job.key, CANCEL_FIELD):
+            return
+        with suppress(RedisError):
+            await self._save(progress())
+            await self._heed_cancel(runner)
+
+    async def _heed_cancel(self, runner: BulkRunner) -> None:
+        if await asyncio.to_thread(self._job.connection.hexists, self._job.key, CANCEL_FIELD):
             self._state = "cancelled"
-            runner.stop(cancel=True)
+            runner.stop()
 
     def _interrupt(self, runner: BulkRunner) -> None:
         self._state = "interrupted"

@@ -94,15 +94,15 @@ def cancel(connection: redis.Redis, job_id: str) -> str:
     """Cancel a job; what it has on the queue is cancelled too, what is written stays.
 
     Returns:
-        ``cancelled`` before it began, ``cancelling`` where it runs (its worker sees that within a second or two), ``finished``
-        where there was nothing to cancel any more.
+        ``cancelled`` before it began, ``cancelling`` where it runs (its worker sees that within a second or two) or was interrupted
+        (the next worker withdraws what it left on the queue), ``finished`` where there was nothing to cancel any more.
     """
     job = fetch(connection, job_id)
     status = job.get_status()
     if status in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELED, JobStatus.STOPPED):
         return "finished"
     connection.hset(job.key, CANCEL_FIELD, "1")
-    if status == JobStatus.STARTED:
+    if status == JobStatus.STARTED or job.meta:
         return "cancelling"
     job.cancel()
     return "cancelled"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from producer.aio import AsyncClient, AsyncHandle
@@ -18,6 +19,7 @@ from producer.errors import HeadraceError, InvalidRequest, QueueFull, RedisUnava
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
+WITHDRAWERS = 16  # requests cancelled at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,8 @@ class BulkRunner:
         self._window = asyncio.Semaphore(spec.window)
         self._order: deque[int] = deque()
         self._waiting: dict[int, Outcome] = {}
-        self._in_flight: dict[int, AsyncHandle] = {}
+        self._in_flight: set[int] = set()
         self._stopped = asyncio.Event()
-        self._cancel = False
 
     @property
     def in_flight(self) -> int:
@@ -56,6 +57,8 @@ class BulkRunner:
             RedisUnavailable: Redis refuses the client.
             OSError: a file cannot be read or written.
         """
+        if self._stopped.is_set():
+            return False
         feeder = asyncio.create_task(self._feed())
         stopped = asyncio.create_task(self._stopped.wait())
         try:
@@ -65,15 +68,30 @@ class BulkRunner:
                 await feeder
             return complete
         finally:
-            handles = list(self._in_flight.values())
             await _end(feeder, stopped)
-            if self._cancel:
-                await asyncio.gather(*(handle.cancel() for handle in handles), return_exceptions=True)
 
-    def stop(self, *, cancel: bool = False) -> None:
-        """Stop now. Requests in flight go on, and the next run of the job takes their answers; or they are cancelled."""
-        self._cancel = cancel
+    def stop(self) -> None:
+        """Stop now. Requests in flight go on, and the next run of the job takes their answers, unless `withdraw` cancels them."""
         self._stopped.set()
+
+    async def withdraw(self) -> None:
+        """Cancel, after `run`, what the job still has on the queue, whichever run of it put it there.
+
+        Lines enter the window in order, so that whatever was sent, heard of or not, is among the first ``window`` not yet written.
+
+        Raises:
+            RedisUnavailable: some may run on; it may be called again.
+        """
+        unwritten = (number for number, _ in read_lines(self._spec.input) if number not in self._files.done)
+        numbers = islice(unwritten, self._spec.window)
+        await asyncio.gather(*(self._withdraw(numbers) for _ in range(WITHDRAWERS)))
+
+    async def _withdraw(self, numbers: Iterator[int]) -> None:
+        """A line's next attempt is sent when the one before has ended; an id that is cancelled before it arrives is refused."""
+        for number in numbers:
+            for attempt in range(self._spec.retries + 1):
+                if await self._client.get(self._spec.request_id(number, attempt)).cancel() != "finished":
+                    break
 
     async def _feed(self) -> None:
         try:
@@ -115,7 +133,7 @@ class BulkRunner:
             else:
                 return Outcome(line.number, lines.answer(line, request_id, result), succeeded=True)
             finally:
-                self._in_flight.pop(line.number, None)
+                self._in_flight.discard(line.number)
 
     async def _submit(self, line: Line, request_id: str) -> AsyncHandle:
         """Put the request on the queue, however long it takes until there is room. An id that is there already is waited for."""
@@ -127,7 +145,7 @@ class BulkRunner:
             except QueueFull:
                 await asyncio.sleep(backoff.next_s())
             else:
-                self._in_flight[line.number] = handle
+                self._in_flight.add(line.number)
                 return handle
 
     def _write(self, outcome: Outcome) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -9,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,21 @@ import pytest
 import redis
 from click.testing import CliRunner
 
+from producer.aio import AsyncClient
 from producer.bulk import queue as bulk_jobs
 from producer.bulk.cli import bulk
+from producer.bulk.files import OutputFiles
+from producer.bulk.runner import BulkRunner
 from producer.bulk.spec import BulkSpec
 from producer.errors import BatchFailed, Cancelled, InvalidRequest, UnknownRequest
 from producer.keys import Keys
+from tests.proxy import Proxy
 from tests.responder import Responder, Taken, echo
 from tests.servers import Server
 from worker.embedded import EmbeddedQueue
 
 HEADRACE = [sys.executable, "-c", "from producer.cli import main; main()"]
+IMPATIENT = [*HEADRACE[:2], f"from producer.bulk import queue; queue._OUTAGE_TRIES = 1; {HEADRACE[2]}"]
 DEADLINE_S = 60.0
 
 
@@ -51,9 +58,9 @@ def connection(own_server: Server) -> Iterator[redis.Redis]:
 
 
 @contextmanager
-def bulk_worker(server: Server, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def bulk_worker(server: Server, *options: str, headrace: Sequence[str] = HEADRACE) -> Iterator[subprocess.Popen[bytes]]:
     """A bulk worker in a process group of its own; whatever is left of it is killed."""
-    command = [*HEADRACE, "bulk", "worker", "--redis", server.url, "--lease", "2", *options]
+    command = [*headrace, "bulk", "worker", "--redis", server.url, "--lease", "2", *options]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
     try:
         yield process
@@ -329,6 +336,54 @@ def test_cancelling_a_running_job_cancels_its_requests_and_keeps_what_is_written
     assert bulk_jobs.cancel(connection, "job") == "finished"
 
 
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_cancelling_an_interrupted_job_cancels_what_it_left_on_the_queue(
+    own_server: Server, connection: redis.Redis, tmp_path: Path, ending: signal.Signals
+) -> None:
+    def fail_once(taken: Taken) -> None:
+        if taken.request.id == "job.1":
+            taken.error(BatchFailed("the step raised"))
+        else:
+            held.append(taken)
+
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(10)], window=3)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", fail_once).running() as responder:
+        with bulk_worker(own_server) as worker:
+            await_true(lambda: len(held) == 3, "a window of requests")
+            if ending == signal.SIGTERM:
+                worker.terminate()
+                worker.wait(DEADLINE_S)
+        assert bulk_jobs.cancel(connection, "job") == "cancelling"
+        with bulk_worker(own_server):
+            await_true(lambda: bulk_jobs.fetch(connection, "job").is_finished, "the job's end")
+    assert progress(connection)["state"] == "cancelled"
+    orders = {fields[b"id"].decode() for _, fields in connection.xrange(Keys("default").control) if fields[b"op"] == b"cancel"}
+    assert orders == {"job.1.1", "job.2", "job.3"}
+    assert len(responder.seen) == 4
+    assert bulk_jobs.cancel(connection, "job") == "finished"
+
+
+async def test_stopped_job_withdraws_requests_that_were_sent_and_not_heard_of(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    keys = Keys("default")
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(10)], window=5)
+    with Proxy(own_server.port).running() as proxy, OutputFiles(spec) as files:
+        proxy.delay_s = 0.5
+        async with AsyncClient(proxy.url) as client:
+            runner = BulkRunner(client, spec, files)
+            running = asyncio.create_task(runner.run())
+            while connection.xlen(keys.stream("batch")) < 5:
+                await asyncio.sleep(0.01)
+            runner.stop()
+            assert not await running
+            await runner.withdraw()
+    assert {connection.hget(keys.state(f"job.{number}"), "status") for number in range(1, 6)} == {b"cancelled"}
+    assert not connection.exists(keys.state("job.6"))
+
+
 def test_cancelling_a_queued_job_keeps_it_from_beginning(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
     bulk_jobs.submit(connection, make_spec(tmp_path, ["a"]))
     assert bulk_jobs.cancel(connection, "job") == "cancelled"
@@ -387,6 +442,37 @@ def test_redis_restart_in_the_middle_is_waited_out(tmp_path: Path) -> None:
         with Responder(server.url, "default", restart_once).running(), bulk_worker(server):
             await_true(Path(spec.output).exists, "the output")
         assert [record["text"] for record in records(spec.output)] == [f"p{i}" for i in range(100)]
+
+
+def test_outage_that_ends_the_worker_ends_its_horse_and_the_next_worker_goes_on(tmp_path: Path) -> None:
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, ["a", "b"])
+    with Server("valkey", appendonly="yes", appendfsync="always") as server, bulk_jobs.rq_connection(server.url) as connection:
+        bulk_jobs.submit(connection, spec)
+        with Responder(server.url, "default", held.append).running() as responder:
+            with bulk_worker(server, headrace=IMPATIENT) as worker:
+                await_true(lambda: len(held) == 2, "requests in flight")
+                server.kill()
+                worker.wait(DEADLINE_S)
+                await_true(lambda: is_free(spec.output + ".part"), "the horse's end")
+            server.start()
+            await_true(lambda: connected(held[0].client), "the responder's connection")
+            for taken in held:
+                echo(taken)
+            with bulk_worker(server):
+                await_true(Path(spec.output).exists, "the output")
+        assert [record["text"] for record in records(spec.output)] == ["a", "b"]
+        assert len(responder.seen) == 2
+
+
+def is_free(path: str) -> bool:
+    """Whether no run of a job holds the file."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def connected(client: redis.Redis) -> bool:
