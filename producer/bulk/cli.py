@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from producer.core import DEFAULT_URL
 from producer.options import new_id
 
 POLL_S = 0.5
+TIMES = ("%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%S%z")
 ENDED = ("finished", "failed", "canceled", "stopped")
 
 redis_option = click.option(
@@ -51,9 +53,18 @@ def bulk() -> None:
     "--retries", default=3, show_default=True, type=click.IntRange(0), help="Tries more of a line, after errors that they may cure."
 )
 @click.option("--source", default="bulk", show_default=True, help="Label of the requests, for fairness and metrics.")
+@click.option("--at", type=click.DateTime(TIMES), help="Not before this time, local unless it has an offset [default: now].")
 @click.option("--wait", is_flag=True, help="Show the progress until it is done; exit with 1 where lines failed.")
 def submit(
-    source_file: Path, redis_url: str, queue: str, output: Path, errors: Path | None, job_id: str | None, wait: bool, **options: Any
+    source_file: Path,
+    redis_url: str,
+    queue: str,
+    output: Path,
+    errors: Path | None,
+    job_id: str | None,
+    at: datetime | None,
+    wait: bool,
+    **options: Any,
 ) -> None:
     """Enqueue a bulk job and print its id.
 
@@ -69,7 +80,7 @@ def submit(
         **options,
     )
     with _connected(redis_url) as connection, redis_errors():
-        bulk_jobs.submit(connection, spec)
+        bulk_jobs.submit(connection, spec, at)
         click.echo(spec.job_id)
         if wait:
             _follow(connection, spec.job_id)
@@ -172,5 +183,5 @@ def _table(views: list[JobView]) -> Table:
             f"{rate:.1f}",
             said.get("completion_tokens", 0),
         ]
-        table.add_row(Text(current.id), _state(current), *map(str, counts), Text(Path(current.output).name))
+        table.add_row(Text(current.id), _state(current), *map(str, counts), Text(Path(current.output).name or current.error or ""))
     return table

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from types import FrameType
 from typing import Any
 
@@ -13,8 +16,9 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
-from rq.exceptions import NoSuchJobError
+from rq.exceptions import DeserializationError, NoSuchJobError
 from rq.job import Job, JobStatus
+from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 
 from producer.bulk.job import CANCEL_FIELD, Interrupted
@@ -27,6 +31,7 @@ FUNCTION = "producer.bulk.job.run"
 MAX_CRASHES = 10  # runs that may die or raise before the job is failed for good
 RESULT_TTL_S = 7 * 86400
 FAILURE_TTL_S = 30 * 86400
+FOREIGN = "not a Headrace job"
 _OUTAGE_TRIES = 60  # of at most two seconds each: how long an outage of Redis rq's own commands bear
 
 
@@ -35,9 +40,10 @@ class JobView:
     """A bulk job as an operator sees it.
 
     Attributes:
-        status: rq's: ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ….
+        status: rq's: ``scheduled``, ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ….
+        input, output: empty where the job is not Headrace's, but somebody else's on the same rq queue.
         progress: the fields of `producer.bulk.job.Progress`; empty before the first run.
-        error: the last line of what the last run raised, if it did.
+        error: the last line of what the last run raised, if it did; `FOREIGN` where the job is not Headrace's.
     """
 
     id: str
@@ -65,21 +71,22 @@ def bulk_queue(connection: redis.Redis) -> Queue:
     return Queue(QUEUE_NAME, connection=connection, serializer=JSONSerializer, default_timeout=-1)
 
 
-def submit(connection: redis.Redis, spec: BulkSpec) -> Job:
-    """Enqueue a job; one whose id is known, in whatever state, is returned as it is."""
+def submit(connection: redis.Redis, spec: BulkSpec, at: datetime | None = None) -> Job:
+    """Enqueue a job, now or at a time (local where it names no zone); one whose id is known, in whatever state, is returned as it is."""
     try:
         return fetch(connection, spec.job_id)
     except UnknownRequest:
-        return bulk_queue(connection).enqueue(
-            FUNCTION,
-            args=(spec.to_json(),),
-            job_id=spec.job_id,
-            description=f"bulk {spec.input} -> {spec.output}",
-            job_timeout=-1,
-            result_ttl=RESULT_TTL_S,
-            failure_ttl=FAILURE_TTL_S,
-            retry=Retry(max=MAX_CRASHES),
-        )
+        queue = bulk_queue(connection)
+        options: dict[str, Any] = {
+            "args": (spec.to_json(),),
+            "job_id": spec.job_id,
+            "description": f"bulk {spec.input} -> {spec.output}",
+            "job_timeout": -1,
+            "result_ttl": RESULT_TTL_S,
+            "failure_ttl": FAILURE_TTL_S,
+            "retry": Retry(max=MAX_CRASHES),
+        }
+        return queue.enqueue(FUNCTION, **options) if at is None else queue.enqueue_at(at, FUNCTION, **options)
 
 
 def fetch(connection: redis.Redis, job_id: str) -> Job:
@@ -98,6 +105,8 @@ def cancel(connection: redis.Redis, job_id: str) -> str:
         (the next worker withdraws what it left on the queue), ``finished`` where there was nothing to cancel any more.
     """
     job = fetch(connection, job_id)
+    if _spec(job) is None:
+        raise InvalidRequest(f"{job_id} is {FOREIGN}", field="id")
     status = job.get_status()
     if status in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELED, JobStatus.STOPPED):
         return "finished"
@@ -115,29 +124,36 @@ def jobs(connection: redis.Redis) -> Iterator[JobView]:
     ended = (queue.finished_job_registry, queue.canceled_job_registry)
     ids = [*registries[0].get_job_ids(cleanup=False), *queue.job_ids]
     ids += [job_id for registry in (*registries[1:], *ended) for job_id in registry.get_job_ids(cleanup=False)]
-    for job in Job.fetch_many(list(dict.fromkeys(ids)), connection=connection, serializer=JSONSerializer):
-        if job is not None:
-            yield view(job)
+    for job_id in dict.fromkeys(ids):
+        with suppress(UnknownRequest):  # its time has run out since
+            yield view(fetch(connection, job_id))
 
 
 def view(job: Job) -> JobView:
-    spec = job.args[0] if job.args else {}
+    """One job; what cannot be read as ours is shown all the same."""
+    spec = _spec(job)
+    status = str(job.get_status(refresh=False).value)
+    if spec is None:
+        return JobView(id=job.id, status=status, input="", output="", progress={}, error=FOREIGN)
     result = job.latest_result()
     raised = (result.exc_string or "").strip().splitlines() if result is not None else []
-    return JobView(
-        id=job.id,
-        status=str(job.get_status(refresh=False).value),
-        input=str(spec.get("input", "")),
-        output=str(spec.get("output", "")),
-        progress=dict(job.meta),
-        error=raised[-1] if raised else None,
-    )
+    error = raised[-1] if raised else None
+    return JobView(id=job.id, status=status, input=spec.input, output=spec.output, progress=dict(job.meta), error=error)
+
+
+def _spec(job: Job) -> BulkSpec | None:
+    """What a job is told; None where it is pickled, of another function, or no spec."""
+    try:
+        return BulkSpec.from_json(job.args[0]) if job.func_name == FUNCTION else None
+    except (DeserializationError, InvalidRequest, LookupError, TypeError):
+        return None
 
 
 class BulkWorker(Worker):
     """An rq worker that notices within ``lease_s`` that another one died, and whose SIGTERM puts the running job back.
 
-    Only the job's progress is lost with a worker, and of that nothing: its files are the record.
+    Only the job's progress is lost with a worker, and of that nothing: its files are the record. Jobs whose time has come are
+    put on the queue here, when there is time, and not in a process of rq's scheduler, which would outlive a killed worker.
     """
 
     def __init__(self, connection: redis.Redis, *, name: str | None = None, lease_s: int = 30) -> None:
@@ -153,6 +169,14 @@ class BulkWorker(Worker):
             maintenance_interval=lease_s,
             worker_ttl=lease_s + 15,  # rq looks for work, and for the jobs of dead workers, once in ``worker_ttl - 15`` seconds
         )
+        self._clock = RQScheduler(self.queues, connection, serializer=JSONSerializer, logging_level=logging.WARNING)
+
+    def run_maintenance_tasks(self) -> None:
+        """Besides rq's own, once in ``lease_s``: one worker at a time puts on the queue what is due."""
+        self._clock.acquire_locks()
+        self._clock.enqueue_scheduled_jobs()
+        self._clock.release_locks()
+        super().run_maintenance_tasks()  # type: ignore[no-untyped-call]  # untyped in rq
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002 - rq's signature
         """Seconds after which a job whose worker is silent is given to another."""

@@ -13,17 +13,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from click.testing import CliRunner
+from rq.cron import CronScheduler
 
 from producer.aio import AsyncClient
 from producer.bulk import queue as bulk_jobs
 from producer.bulk.cli import bulk
 from producer.bulk.files import OutputFiles
+from producer.bulk.job import run
 from producer.bulk.runner import BulkRunner
 from producer.bulk.spec import BulkSpec
 from producer.errors import BatchFailed, Cancelled, InvalidRequest, UnknownRequest
@@ -513,6 +516,54 @@ def test_unknown_jobs_and_unusable_ids_are_typed_errors(connection: redis.Redis,
         bulk_jobs.cancel(connection, "nothing")
     with pytest.raises(InvalidRequest, match="id must be"):
         make_spec(tmp_path, [], job_id="a b")
+
+
+def test_foreign_jobs_on_the_rq_queue_are_shown_and_fail_alone(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    cron = CronScheduler(connection)
+    cron.register(run, bulk_jobs.QUEUE_NAME, args=({},), interval=86400)
+    (pickled,) = [job.enqueue(connection).id for job in cron.get_jobs()]
+    foreign = [
+        pickled,
+        bulk_jobs.bulk_queue(connection).enqueue("os.getcwd", job_id="other").id,
+        bulk_jobs.bulk_queue(connection).enqueue(bulk_jobs.FUNCTION, "no spec", meta={"a": 1}, job_id="wrong").id,
+    ]
+    bulk_jobs.submit(connection, make_spec(tmp_path, ["a"]))
+    connection.hset("rq:job:half", "last_heartbeat", "")  # what rq may leave of a job that was removed
+    connection.rpush(bulk_jobs.bulk_queue(connection).key, "half")
+    seen = {item.id: item for item in bulk_jobs.jobs(connection)}
+    assert {job_id: seen[job_id].error for job_id in foreign} == dict.fromkeys(foreign, "not a Headrace job")
+    with pytest.raises(InvalidRequest, match="is not a Headrace job"):
+        bulk_jobs.cancel(connection, "wrong")
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+    assert {item.id: item.status for item in bulk_jobs.jobs(connection)} == {
+        "job": "finished",
+        "other": "finished",
+        "wrong": "failed",
+        pickled: "failed",
+    }
+    shown = CliRunner().invoke(bulk, ["status", "--redis", own_server.url], env={"COLUMNS": "200"}).output
+    assert shown.count("not a Headrace job") == 3
+    assert "out.jsonl" in shown
+
+
+def test_job_for_later_waits_for_its_time(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    def submit(job_id: str, at: datetime) -> None:
+        arguments = ["submit", str(path), "--output", f"{tmp_path}/{job_id}.jsonl", "--id", job_id, "--at", at.strftime("%FT%T%z")]
+        result = CliRunner().invoke(bulk, [*arguments, "--redis", own_server.url])
+        assert result.output == f"{job_id}\n"
+
+    path = write_input(tmp_path, ["a"])
+    submit("later", datetime.now() + timedelta(hours=1))
+    submit("due", datetime.now(UTC) - timedelta(seconds=1))
+    assert {item.id: item.status for item in bulk_jobs.jobs(connection)} == {"later": "scheduled", "due": "scheduled"}
+    with Responder(own_server.url, "default").running(), bulk_worker(own_server):
+        await_true((tmp_path / "due.jsonl").exists, "the output of the job that is due")
+        submit("soon", datetime.now(UTC) + timedelta(seconds=2))
+        await_true((tmp_path / "soon.jsonl").exists, "the output of the job whose time comes")
+    assert {item.id: item.status for item in bulk_jobs.jobs(connection)}["later"] == "scheduled"
+    assert bulk_jobs.cancel(connection, "later") == "cancelled"
+    assert not connection.keys("rq:scheduler*")
 
 
 def test_rqs_own_tools_show_and_work_off_bulk_jobs(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:

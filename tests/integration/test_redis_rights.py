@@ -187,6 +187,8 @@ def test_bulk_jobs_run_with_exactly_their_rights(untouched: Guarded, tmp_path: P
         job_id = run("submit", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/out.jsonl").strip()
         run("worker", "--burst")
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    info = [sys.executable, "-m", "rq.cli", "info", "-u", untouched.url("bulk"), "headrace-bulk"]
+    assert "headrace-bulk" in subprocess.run(info, check=True, capture_output=True, text=True, timeout=60).stdout
     assert '"succeeded": 2' in run("status", job_id, "--json")
     assert run("cancel", run("submit", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/two.jsonl").strip()) == "cancelled\n"
     assert untouched.refusals() == []

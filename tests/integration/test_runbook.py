@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import click
 import pytest
 
 from producer import Client
+from producer.bulk import queue as bulk_jobs
+from producer.bulk.spec import BulkSpec
 from producer.cli.group import COMMANDS, main
 from producer.errors import Poisoned
 from tests.fakes import CRASH
@@ -34,7 +37,8 @@ def commands(name: str) -> list[str]:
 
 
 REDIS_COMMANDS = [command for command in commands("runbook.md") if command.startswith("redis-cli")]
-HEADRACE_COMMANDS = [command for command in commands("runbook.md") if command.startswith("headrace")]
+HEADRACE_COMMANDS = [command for command in commands("runbook.md") if command.startswith(("headrace", "rq "))]
+CRONTAB = re.findall(r"```crontab\n(.*?)```", (OPS / "runbook.md").read_text(), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class InUse:
         """Run a line of the runbook as an operator does, with our ``redis-cli`` and ``headrace`` pointed at this server."""
         (folder / "headrace").write_text(f'#!/bin/sh\nexec {sys.executable} -c "from producer.cli import main; main()" "$@"\n')
         (folder / "redis-cli").write_text(f'#!/bin/sh\nexec {shutil.which("redis-cli")} -e -p {self.port} "$@"\n')
-        for name in ("headrace", "redis-cli"):
+        (folder / "rq").write_text(f'#!/bin/sh\nexec {sys.executable} -m rq.cli "$@"\n')
+        for name in ("headrace", "redis-cli", "rq"):
             (folder / name).chmod(0o755)
         environment = os.environ | {
             "PATH": f"{folder}:{os.environ['PATH']}",
@@ -81,6 +86,8 @@ def in_use() -> Iterator[InUse]:
             client.submit_many([{"prompt": "long", "max_tokens": 3000, "source": "search", "tier": tier} for tier in ("realtime", "batch")])
             eventually(lambda: view.pending() and view.pending("batch"), "requests run")
             assert worker.process.poll() is None
+            with bulk_jobs.rq_connection(server.url) as connection:
+                bulk_jobs.submit(connection, BulkSpec(job_id="job", input="/in.jsonl", output="/out.jsonl", errors="/errors.jsonl"))
             yield InUse(server.port, done.worker, done.id, poison)
 
 
@@ -132,8 +139,25 @@ def test_first_look_shows_what_the_runbook_says_it_does(in_use: InUse, tmp_path:
     assert state.strip() == "done"
 
 
+def test_rq_info_shows_the_bulk_job(in_use: InUse, tmp_path: Path) -> None:
+    (command,) = [command for command in HEADRACE_COMMANDS if command.startswith("rq info")]
+    assert re.search(r"headrace-bulk +\|.* 1, 0 executing", in_use.shell(command, tmp_path).stdout)
+
+
+def test_line_of_the_crontab_submits_a_job_a_night(in_use: InUse, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('"Hi"\n')
+    *_, line = CRONTAB[0].splitlines()
+    *times, command = line.split(maxsplit=5)
+    assert len(times) == 5
+    assert not re.search(r"(?<!\\)%", command)  # which would end it
+    command = command.replace("\\%", "%").replace("/srv/bulk", str(tmp_path))
+    said = {in_use.shell(command, tmp_path).stdout for _ in range(2)}
+    assert said == {f"nightly-{datetime.now():%F}\n"}
+    assert f"out-{datetime.now():%F}.jsonl" in in_use.shell("headrace bulk status --json", tmp_path).stdout
+
+
 def test_every_command_line_of_the_documents_is_known_here() -> None:
-    known = ("redis-cli", "headrace", *NEEDS_A_HOST)
+    known = ("redis-cli", "headrace", "rq ", *NEEDS_A_HOST)
     assert [command for name in DOCUMENTS for command in commands(name) if not command.startswith(known)] == []
     assert len(REDIS_COMMANDS) > 20
 
