@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from producer.aio import AsyncClient, AsyncHandle
@@ -89,7 +89,7 @@ class BulkRunner:
     async def _withdraw(self, numbers: Iterator[int]) -> None:
         """A line's next attempt is sent when the one before has ended; an id that is cancelled before it arrives is refused."""
         for number in numbers:
-            for attempt in range(self._spec.retries + 1):
+            for attempt in count():
                 if await self._client.get(self._spec.request_id(number, attempt)).cancel() != "finished":
                     break
 
@@ -118,22 +118,25 @@ class BulkRunner:
 
     async def _ask(self, line: Line) -> Outcome:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        attempt = 0
+        attempt, retries_left = 0, self._spec.retries
         while True:
             request_id = self._spec.request_id(line.number, attempt)
             try:
                 result = await (await self._submit(line, request_id)).result()
             except RedisUnavailable:
                 raise  # no fault of the line's: the job fails, and goes on later
+            except (ReplyExpired, UnknownRequest):
+                pass  # it was answered while nobody listened: no fault of the line's either, and no retry of its
             except HeadraceError as error:
-                if attempt >= self._spec.retries or not _may_be_cured(error):
+                if not error.retryable or retries_left == 0:
                     return Outcome(line.number, lines.failure(line.number, line.custom_id, request_id, error), succeeded=False)
-                attempt += 1
-                await asyncio.sleep(backoff.next_s())
+                retries_left -= 1
             else:
                 return Outcome(line.number, lines.answer(line, request_id, result), succeeded=True)
             finally:
                 self._in_flight.discard(line.number)
+            attempt += 1
+            await asyncio.sleep(backoff.next_s())
 
     async def _submit(self, line: Line, request_id: str) -> AsyncHandle:
         """Put the request on the queue, however long it takes until there is room. An id that is there already is waited for."""
@@ -163,11 +166,6 @@ class BulkRunner:
         write = self._files.write_answer if outcome.succeeded else self._files.write_failure
         write(outcome.number, outcome.record)
         self._window.release()
-
-
-def _may_be_cured(error: HeadraceError) -> bool:
-    """Whether the line is worth another request: its error says so, or its reply is gone."""
-    return error.retryable or isinstance(error, ReplyExpired | UnknownRequest)
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

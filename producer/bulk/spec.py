@@ -33,7 +33,7 @@ class BulkSpec:
         input, output, errors: absolute paths, as the bulk worker sees them.
         window: most requests on the queue at once.
         order: of the output lines: the input's, or as answers come.
-        retries: how often a line is sent again after an error that another try may cure.
+        retries: how often a line is sent again after an error that another try may cure; a reply that expired unread is none.
         source: the label that its requests carry, for fairness and metrics.
         queue: the queue that they are put on.
     """

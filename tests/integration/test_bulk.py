@@ -302,6 +302,26 @@ def test_sigterm_puts_the_job_back_at_once_and_costs_no_try(own_server: Server, 
     assert len(responder.seen) == 30
 
 
+@pytest.mark.parametrize("lost", ["reply", "reply and state"])
+def test_replies_that_nobody_read_in_time_are_asked_for_anew_and_cost_no_retry(
+    own_server: Server, connection: redis.Redis, tmp_path: Path, lost: str
+) -> None:
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, ["a", "b"], retries=0)
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", held.append).running(), bulk_worker(own_server) as worker:
+        await_true(lambda: len(held) == 2, "requests in flight")
+        worker.terminate()
+        worker.wait(DEADLINE_S)
+    for taken in held:
+        echo(taken)
+        connection.delete(taken.keys.reply(taken.request.id), *([taken.keys.state(taken.request.id)] if "state" in lost else []))
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+    assert [record["text"] for record in records(spec.output)] == ["a", "b"]
+    assert not Path(spec.errors).exists()
+
+
 def test_horse_whose_worker_alone_was_killed_gives_the_files_up(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
     release: list[Taken] = []
     spec = make_spec(tmp_path, ["a", "b"])
@@ -564,6 +584,18 @@ def test_job_for_later_waits_for_its_time(own_server: Server, connection: redis.
     assert {item.id: item.status for item in bulk_jobs.jobs(connection)}["later"] == "scheduled"
     assert bulk_jobs.cancel(connection, "later") == "cancelled"
     assert not connection.keys("rq:scheduler*")
+
+
+def test_due_job_runs_behind_a_sentinel(own_server: Server, tmp_path: Path) -> None:
+    with Server(sentinel=True, monitor=f"main 127.0.0.1 {own_server.port} 1") as sentinel:
+        url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main/0"
+        spec = make_spec(tmp_path, ["a"])
+        with bulk_jobs.rq_connection(url) as connection:
+            bulk_jobs.submit(connection, spec, datetime.now(UTC))
+        with Responder(url, "default").running():
+            command = [*HEADRACE, "bulk", "worker", "--redis", url, "--burst"]
+            subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
+    assert [record["text"] for record in records(spec.output)] == ["a"]
 
 
 def test_rqs_own_tools_show_and_work_off_bulk_jobs(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
