@@ -131,7 +131,7 @@ class Usage:
 class Timings:
     """Where a request's time went, in milliseconds.
 
-    ``queue_ms`` ends when a worker takes it, ``ttft_ms`` (from enqueueing) at the first token, ``total_ms`` at the last.
+    ``queue_ms`` ends at its first step, ``ttft_ms`` (from enqueueing) at the first token, ``total_ms`` at the last.
     """
 
     queue_ms: float = 0.0

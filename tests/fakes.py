@@ -169,6 +169,8 @@ class FakeEngine:
 
     def step(self) -> list[StepOutput]:
         count = self._max_batch_size - len(self._running)
+        for request in self._waiting[:count]:
+            request.first_step_s = time.monotonic()
         self._running += self._waiting[:count]
         self._waiting = self._waiting[count:]
         time.sleep(self.step_s)

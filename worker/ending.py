@@ -23,12 +23,12 @@ def result_of(active: ActiveRequest, *, worker: str, model: str) -> Result:
     outputs, start = active.outputs, active.start
     assert outputs is not None, "it ran"
     assert start is not None, "it ran"
-    now_s = time.monotonic()  # one that had all its tokens when it was resumed got none here
+    now_ms = start.since_enqueued_ms(time.monotonic())  # one that had all its tokens when it was resumed got none here
     return outputs.gather.result(
         timings=Timings(
-            queue_ms=start.since_enqueued_ms(start.begun_s),
-            ttft_ms=start.since_enqueued_ms(active.first_token_s or now_s),
-            total_ms=start.since_enqueued_ms(active.last_token_s or now_s),
+            queue_ms=active.queue_ms or 0.0,
+            ttft_ms=now_ms if active.ttft_ms is None else active.ttft_ms,
+            total_ms=now_ms if active.last_token_s is None else start.since_enqueued_ms(active.last_token_s),
         ),
         attempt=active.delivery.attempt,
         worker=worker,
@@ -37,9 +37,11 @@ def result_of(active: ActiveRequest, *, worker: str, model: str) -> Result:
 
 
 def sample_of(active: ActiveRequest) -> RequestSample:
+    """The parts of its life are told only of one that ran in one piece: of a resumed one this worker knows the latter half."""
     outcome, start = active.outcome, active.start
     failed = isinstance(outcome, HeadraceError)
-    first_s, last_s = active.first_token_s, active.last_token_s
+    step_s, first_s, last_s = active.first_step_s, active.first_token_s, active.last_token_s
+    whole = start is not None and not active.resumed
     return RequestSample(
         tier=active.delivery.tier,
         source=active.source,
@@ -47,9 +49,9 @@ def sample_of(active: ActiveRequest) -> RequestSample:
         error_code=outcome.code if isinstance(outcome, HeadraceError) else None,
         generation_tokens=active.outputs.num_tokens if active.outputs is not None else 0,
         e2e_seconds=start.since_enqueued_ms(last_s) / 1000 if start is not None and last_s is not None and not failed else None,
-        queue_seconds=start.since_enqueued_ms(start.begun_s) / 1000 if start is not None else None,
-        prefill_seconds=first_s - start.begun_s if start is not None and first_s is not None else None,
-        decode_seconds=last_s - first_s if last_s is not None and first_s is not None else None,
+        queue_seconds=active.queue_ms / 1000 if active.queue_ms is not None and whole else None,
+        prefill_seconds=first_s - step_s if first_s is not None and step_s is not None and whole else None,
+        decode_seconds=last_s - first_s if last_s is not None and first_s is not None and whole else None,
     )
 
 
@@ -64,10 +66,8 @@ def _figures(active: ActiveRequest) -> dict[str, object]:
     if active.outputs is not None:
         fields |= {"prompt_tokens": active.outputs.gather.num_prompt_tokens, "completion_tokens": active.outputs.num_tokens}
     if start is not None:
-        fields["queue_ms"] = start.since_enqueued_ms(start.begun_s)
         fields["total_ms"] = start.since_enqueued_ms(time.monotonic())
-        if active.first_token_s is not None:
-            fields["ttft_ms"] = start.since_enqueued_ms(active.first_token_s)
+        fields |= {name: ms for name, ms in (("queue_ms", active.queue_ms), ("ttft_ms", active.ttft_ms)) if ms is not None}
     if isinstance(outcome, HeadraceError):
         fields["code"] = outcome.code
     elif outcome is not None:

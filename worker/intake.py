@@ -308,15 +308,14 @@ class Intake:
         engine.inputs.check_resumable([token for chunk in chunks for token in chunk.token_ids])
         outputs = Outputs(active.id, requests, engine.make_detokenizer)
         outputs.resume(chunks)
-        num_resumed = outputs.num_tokens
         self._label(active, wanted, requests)
         with self._registry.lock:  # an order to end it comes before or after both
             if self._registry.activate(active, outputs):
                 self._loop.add(requests)
         self._metrics.tokens(requests[0].tier, prompt=outputs.gather.num_prompt_tokens)
-        if num_resumed:
-            self._metrics.resumed(num_resumed)
-            log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=num_resumed)
+        if outputs.num_resumed:
+            self._metrics.resumed(outputs.num_resumed)
+            log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=outputs.num_resumed)
 
     def _label(self, active: ActiveRequest, wanted: GenerateRequest, requests: Sequence[Request]) -> None:
         active.source = wanted.source

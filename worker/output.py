@@ -216,10 +216,14 @@ class Publisher:
         if output.last_token_s is not None:
             self._metrics.inter_token(active.delivery.tier, now_s - output.last_token_s, num_tokens)
         elif active.first_token_s is None:
-            active.first_token_s = now_s
-            if active.start is not None:
-                self._metrics.first_token(active.delivery.tier, active.start.since_enqueued_ms(now_s) / 1000)
+            self._time_first(active, now_s)
         output.last_token_s = active.last_token_s = now_s
+
+    def _time_first(self, active: ActiveRequest, now_s: float) -> None:
+        active.first_token_s = now_s
+        if active.start is not None and not active.resumed:
+            active.delivery.first_token_ms = active.start.redis_ms(now_s)
+            self._metrics.first_token(active.delivery.tier, active.start.since_enqueued_ms(now_s) / 1000)
 
     def _abort(self, active: ActiveRequest) -> None:
         """Have the engine forget all of it."""

@@ -30,11 +30,15 @@ class Outputs:
     A single output is published as it grows, and a later attempt goes on from what stands published. Several are not: the
     final reply alone holds them, and a later attempt makes them anew, which gives the same text, their seeds being the same.
 
+    Attributes:
+        num_resumed: output tokens that earlier attempts published.
+
     Args:
         requests: as `InputProcessor.prepare_all` makes them, in the order of the reply.
     """
 
     def __init__(self, request_id: str, requests: Sequence[Request], make_detokenizer: Callable[[Request], Detokenizer]) -> None:
+        self.num_resumed = 0
         self.gather = Gather(request_id, requests)
         self._outputs = {request: Output(_transcript(request, make_detokenizer)) for request in requests}
 
@@ -65,6 +69,7 @@ class Outputs:
             return
         (request,), transcript = self.requests, self.first
         transcript.resume(chunks)
+        self.num_resumed = len(transcript.token_ids)
         request.output_token_ids = list(transcript.token_ids)
         request.logprobs = list(transcript.logprobs or ())
 

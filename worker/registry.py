@@ -39,6 +39,10 @@ class Start:
         """Milliseconds from enqueueing to the monotonic instant ``at_s``; never negative, clocks being what they are."""
         return max(0.0, round(self.begun_ms - self.enqueued_ms + (at_s - self.begun_s) * 1000, 3))
 
+    def redis_ms(self, at_s: float) -> int:
+        """The Redis time of a monotonic instant."""
+        return round(self.begun_ms + (at_s - self.begun_s) * 1000)
+
     def monotonic_s(self, redis_ms: int) -> float:
         """The monotonic instant of a Redis time."""
         return self.begun_s + (redis_ms - self.begun_ms) / 1000
@@ -57,6 +61,7 @@ class ActiveRequest:
         end: why it is to end before its time.
         outcome: how it ended, to be written.
         deadline_s: monotonic.
+        first_token_s, last_token_s: monotonic; of this attempt.
         gone: the registry has forgotten it.
     """
 
@@ -81,6 +86,35 @@ class ActiveRequest:
     def waits(self) -> bool:
         """Whether there is any use in running it."""
         return not self.gone and self.end is None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it goes on from the output of an earlier attempt."""
+        return self.outputs is not None and self.outputs.num_resumed > 0
+
+    @property
+    def first_step_s(self) -> float | None:
+        """Monotonic; of this attempt, None before."""
+        steps = [request.first_step_s for request in self.outputs.requests] if self.outputs is not None else []
+        return min((step_s for step_s in steps if step_s is not None), default=None)
+
+    @property
+    def queue_ms(self) -> float | None:
+        """From enqueueing to its first step, or, where it is `resumed`, to when a worker first began it; None before."""
+        if self.start is None:
+            return None
+        if self.resumed and self.delivery.started_ms is not None:
+            return float(max(0, self.delivery.started_ms - self.start.enqueued_ms))
+        return None if self.first_step_s is None else self.start.since_enqueued_ms(self.first_step_s)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From enqueueing to its first token, whichever attempt that came from; None before."""
+        if self.start is None:
+            return None
+        if self.resumed and self.delivery.first_token_ms is not None:
+            return float(max(0, self.delivery.first_token_ms - self.start.enqueued_ms))
+        return None if self.first_token_s is None else self.start.since_enqueued_ms(self.first_token_s)
 
     @property
     def transcript(self) -> Transcript | None:
@@ -173,6 +207,7 @@ class Registry:
             if elder is None or elder is newcomer or elder.outputs is None or elder.outcome is not None:
                 return False
             self._by_entry.pop((elder.delivery.tier, elder.delivery.entry.id), None)
+            newcomer.delivery.started_ms, newcomer.delivery.first_token_ms = elder.delivery.started_ms, elder.delivery.first_token_ms
             elder.delivery = newcomer.delivery
             elder.streamed = elder.streamed or newcomer.streamed
             newcomer.gone = True

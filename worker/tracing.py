@@ -119,12 +119,18 @@ def _unix_ns(start: Start, at_s: float) -> int:
     return int((start.begun_ms + (at_s - start.begun_s) * 1000) * 1_000_000)
 
 
+def _queue_end_ns(active: ActiveRequest, start: Start) -> int:
+    """Where it never had a step, when it was begun: that is when its end was decided."""
+    if active.resumed and active.delivery.started_ms is not None:
+        return active.delivery.started_ms * 1_000_000
+    return _unix_ns(start, start.begun_s if active.first_step_s is None else active.first_step_s)
+
+
 def _parts(active: ActiveRequest, start: Start) -> dict[str, tuple[int, int]]:
-    begun_ns = start.begun_ms * 1_000_000
-    parts = {"queue": (start.enqueued_ms * 1_000_000, begun_ns)}
-    if active.first_token_s is not None and active.last_token_s is not None:
+    parts = {"queue": (start.enqueued_ms * 1_000_000, _queue_end_ns(active, start))}
+    if active.first_step_s is not None and active.first_token_s is not None and active.last_token_s is not None:
         first_ns = _unix_ns(start, active.first_token_s)
-        parts["prefill"] = (begun_ns, first_ns)
+        parts["prefill"] = (_unix_ns(start, active.first_step_s), first_ns)
         parts["decode"] = (first_ns, _unix_ns(start, active.last_token_s))
     return parts
 
@@ -153,17 +159,17 @@ def _asked(active: ActiveRequest) -> dict[str, Any]:
 
 def _latencies(active: ActiveRequest, now_s: float) -> dict[str, Any]:
     """In seconds, under vLLM's names."""
-    start, first_s, last_s = active.start, active.first_token_s, active.last_token_s
+    start, step_s, first_s, last_s = active.start, active.first_step_s, active.first_token_s, active.last_token_s
     assert start is not None, "it was begun"
-    said = {
-        "time_in_queue": start.since_enqueued_ms(start.begun_s) / 1000,
-        "e2e": start.since_enqueued_ms(now_s) / 1000,
-    }
-    if first_s is not None and last_s is not None:
-        said["time_to_first_token"] = start.since_enqueued_ms(first_s) / 1000
-        said["time_in_model_prefill"] = first_s - start.begun_s
+    said = {"e2e": start.since_enqueued_ms(now_s) / 1000}
+    if active.queue_ms is not None:
+        said["time_in_queue"] = active.queue_ms / 1000
+    if active.ttft_ms is not None:
+        said["time_to_first_token"] = active.ttft_ms / 1000
+    if step_s is not None and first_s is not None and last_s is not None:
+        said["time_in_model_prefill"] = first_s - step_s
         said["time_in_model_decode"] = last_s - first_s
-        said["time_in_model_inference"] = last_s - start.begun_s
+        said["time_in_model_inference"] = last_s - step_s
     return {f"gen_ai.latency.{name}": value for name, value in said.items()}
 
 

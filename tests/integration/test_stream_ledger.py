@@ -38,6 +38,30 @@ def test_bare_entry_gets_a_state_when_it_is_begun(bench: Bench) -> None:
     }
 
 
+def test_state_keeps_when_it_was_first_begun_and_had_its_first_token(bench: Bench) -> None:
+    delivery = bench.begun()
+    assert (delivery.started_ms, delivery.first_token_ms) == (int(bench.view.state("x1")["started_ms"]), None)
+    bench.client.hset(bench.keys.state("x1"), "started_ms", 1000)
+    delivery.first_token_ms = 2000
+    publish(bench.one, delivery, 0, 1)
+    later = bench.stolen_by("two", delivery)
+    begin(bench.two, later)
+    assert (later.started_ms, later.first_token_ms) == (1000, 2000)
+    later.first_token_ms = 3000
+    publish(bench.two, later, 1, 2)
+    finish(bench.two, later)
+    state = bench.view.state("x1")
+    assert (state["started_ms"], state["first_token_ms"]) == ("1000", "2000")
+
+
+def test_publishing_makes_no_state_that_would_never_expire(bench: Bench) -> None:
+    delivery = bench.begun()
+    bench.client.delete(bench.keys.state("x1"))
+    delivery.first_token_ms = 2000
+    assert publish(bench.one, delivery, 0, 1) == 1
+    assert bench.view.state("x1") == {}
+
+
 def test_final_reply_acks_deletes_and_expires_in_one_go(bench: Bench) -> None:
     delivery = bench.begun()
     assert finish(bench.one, delivery).outcome == "written"

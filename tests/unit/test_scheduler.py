@@ -36,6 +36,18 @@ def test_prefill_in_chunks_runs_beside_decodes_within_the_budget() -> None:
     assert not sim.scheduler.has_work()
 
 
+def test_first_step_is_noted_when_it_is_planned_and_kept() -> None:
+    sim = Simulation(replace(CONFIG, max_batch_size=1, max_batch_tokens=8), num_blocks=16, step_s=lambda _: 1.0)
+    first, second = make_request(12, 3), make_request(3, 1)
+    sim.add(first, second)
+    noted = []
+    while sim.scheduler.has_work():
+        sim.step()
+        noted.append((first.first_step_s, second.first_step_s))
+    start_s = noted[0][0]
+    assert noted == [(start_s, None)] * 4 + [(start_s, start_s + 4.0)]
+
+
 def test_a_request_leaves_and_another_enters_between_two_steps() -> None:
     sim = Simulation(replace(CONFIG, max_batch_size=1), num_blocks=16)
     first, second = make_request(3, 1), make_request(3, 1)

@@ -51,6 +51,7 @@ class Request:
         arrival: order of arrival, smaller is earlier; kept through preemption and resume.
         deadline: monotonic seconds, or None; orders the waiting queue of a tier (earliest first).
         eos_token_ids: the model's stop tokens, empty with ``ignore_eos``.
+        first_step_s: monotonic; when its first step was planned, None before.
         num_cached_tokens: of the prompt, how many came from the prefix cache when it was first admitted.
         block_ids: the block table, in order; entry i holds positions ``i*block_size ...``.
         score_start: kind ``score``: the position of the first token whose log-probability is summed into ``score``.
@@ -79,6 +80,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
+    first_step_s: float | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -344,6 +344,8 @@ class Scheduler:
         count = self._make_room(step, request, min(owed, budget))
         if count <= 0:
             return
+        if request.first_step_s is None:
+            request.first_step_s = self._clock()
         step.budget -= count
         step.in_flight.update(self._blocks.keys_completed_by(request, start + count))
         chunks = step.decodes if count == 1 else step.prefills

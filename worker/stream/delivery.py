@@ -55,6 +55,8 @@ class Delivery:
         attempt: which delivery this is, from 1; 0 until the ledger has seen it.
         count: what the group's delivery count has to be while it is held: ``attempt``, and one less while it only waits
             for its turn, so that a crash which it cannot have caused is not held against it; None until the ledger has seen it.
+        started_ms, first_token_ms: Redis time; when a worker first began it, and when its first token came, be it in an earlier
+            attempt whose output stands published. None before.
     """
 
     entry: Entry
@@ -62,6 +64,8 @@ class Delivery:
     encoding: Encoding = field(init=False)
     attempt: int = 0
     count: int | None = None
+    started_ms: int | None = None
+    first_token_ms: int | None = None
 
     def __post_init__(self) -> None:
         self.request_id = request_id_of(self.fields) or self.entry.id

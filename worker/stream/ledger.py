@@ -111,8 +111,11 @@ class Ledger:
     def _ask(self, questions: Sequence[tuple[Delivery, str | int]]) -> list[Begun]:
         replies = run(self._client, [self._begin(item, purpose) for item, purpose in questions])
         begun = []
-        for (delivery, purpose), (verdict, attempt, now_ms, streamed, published, enqueued_ms) in zip(questions, replies, strict=True):
+        for (delivery, purpose), (verdict, attempt, now_ms, streamed, published, enqueued_ms, *firsts) in zip(
+            questions, replies, strict=True
+        ):
             begun.append(Begun(cast("Verdict", verdict.decode()), now_ms, bool(streamed), published, enqueued_ms))
+            delivery.started_ms, delivery.first_token_ms = firsts
             delivery.attempt = attempt
             delivery.count = attempt if purpose != "hold" or delivery.entry.counted else attempt - 1
         return begun
@@ -150,7 +153,7 @@ class Ledger:
         return [lost for page in _pages(deliveries) for lost in self._renew(page)]
 
     def _renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        args = [part for item in deliveries for part in (*self._where(item), "" if item.count is None else item.count)]
+        args = [part for item in deliveries for part in (*self._where(item), _or_nothing(item.count))]
         (kept,) = run(self._client, [(load("renew"), self._streams, [GROUP, self._consumer, *args])])
         return [delivery for delivery, keeps in zip(deliveries, kept, strict=True) if not keeps]
 
@@ -183,8 +186,7 @@ class Ledger:
 
     def _begin(self, delivery: Delivery, purpose: str | int) -> Call:
         (other,) = (self._keys.stream(tier) for tier in TIERS if tier != delivery.tier)
-        deadline = "" if delivery.deadline_ms is None else delivery.deadline_ms
-        args = [GROUP, self._consumer, delivery.entry.id, delivery.tier, deadline, delivery.encoding]
+        args = [GROUP, self._consumer, delivery.entry.id, delivery.tier, _or_nothing(delivery.deadline_ms), delivery.encoding]
         args += [self._max_attempts, ALONE_FROM_ATTEMPT, purpose, int(not delivery.entry.counted)]
         return load("begin"), [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), other], args
 
@@ -193,6 +195,7 @@ class Ledger:
         for frame in frames:
             delivery = frame.delivery
             args += [*self._where(delivery), delivery.attempt, frame.first, frame.after, delivery.encoding, frame.body]
+            args.append(_or_nothing(delivery.first_token_ms))
         keys = [key for frame in frames for key in self._reply_and_state(frame.delivery)]
         return load("publish"), [*self._streams, *keys], args
 
@@ -204,7 +207,12 @@ class Ledger:
         keys = [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), self._keys.dead]
         usage = settlement.usage
         args += [settlement.dead_letter, *((usage.prompt_tokens, usage.completion_tokens) if usage is not None else ("", ""))]
+        args.append(_or_nothing(delivery.first_token_ms))
         return load("finish"), keys, args
+
+
+def _or_nothing(number: int | None) -> int | str:
+    return "" if number is None else number
 
 
 def _settled(outcome: bytes, published: int) -> Settled:

@@ -4,7 +4,8 @@
 -- ARGV: group, consumer, entry, tier, deadline_ms or '', encoding, max_attempts, attempts from which it runs alone,
 --       what for: 'run' it, 'hold' it until its turn comes, or the attempt that it is given now that its turn has come;
 --       1 where the delivery count has not this delivery in it, else 0
--- Returns: verdict, attempt, now_ms, 1 if somebody streams it, output tokens published, enqueued_ms
+-- Returns: verdict, attempt, now_ms, 1 if somebody streams it, output tokens published, enqueued_ms,
+--          when any attempt began it first, and when any had published its first token, each nil where none has
 local stream, reply, state, other = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local group, consumer, entry, tier = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
@@ -14,8 +15,9 @@ local where, published, attempt = standing(stream, group, consumer, entry, reply
 local now = now_ms()
 attempt = tonumber(purpose) or math.max(1, attempt + tonumber(ARGV[10]))
 local function answer(verdict)
-  local known = redis.call('HMGET', state, 'stream', 'enqueued_ms')
-  return { verdict, attempt, now, known[1] == '1' and 1 or 0, published, tonumber(known[2]) or tonumber(string.match(entry, '^%d+')) }
+  local known = redis.call('HMGET', state, 'stream', 'enqueued_ms', 'started_ms', 'first_token_ms')
+  local enqueued = tonumber(known[2]) or tonumber(string.match(entry, '^%d+'))
+  return { verdict, attempt, now, known[1] == '1' and 1 or 0, published, enqueued, tonumber(known[3]) or false, tonumber(known[4]) or false }
 end
 if where == 'settled' then
   take_off(stream, group, entry)
@@ -57,5 +59,6 @@ elseif purpose == 'hold' then
   redis.call('HSET', state, 'status', 'queued')
   return answer('held')
 end
-redis.call('HSET', state, 'status', 'running', 'worker', consumer, 'attempt', attempt, 'started_ms', now)
+redis.call('HSET', state, 'status', 'running', 'worker', consumer, 'attempt', attempt)
+redis.call('HSETNX', state, 'started_ms', now)
 return answer('run')

@@ -4,7 +4,7 @@
 -- KEYS: the tier's stream, reply, state, dead letters
 -- ARGV: group, consumer, entry, tier, attempt, encoding, frame type, body, status, code, reply TTL ms, state TTL ms,
 --       last tokens' frame: first token, first token after it, body (all '' where nobody streams), dead letter's message or '',
---       prompt tokens, completion tokens (both '' where it did not succeed)
+--       prompt tokens, completion tokens (both '' where it did not succeed), when the first token came, or ''
 -- Returns: 'written', 'settled', 'lost' or 'behind'; the number of tokens that stand published
 local stream, reply, state, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local group, consumer, entry, tier, attempt, encoding = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -45,6 +45,9 @@ redis.call('PEXPIRE', reply, ARGV[11])
 redis.call('HSET', state, 'status', ARGV[9], 'code', ARGV[10], 'tier', tier, 'attempt', attempt, 'worker', consumer, 'finished_ms', now)
 if ARGV[17] ~= '' then
   redis.call('HSET', state, 'prompt_tokens', ARGV[17], 'completion_tokens', ARGV[18])
+end
+if ARGV[19] ~= '' then
+  redis.call('HSETNX', state, 'first_token_ms', ARGV[19])
 end
 redis.call('PEXPIRE', state, ARGV[12])
 take_off(stream, group, entry)
