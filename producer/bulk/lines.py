@@ -18,9 +18,9 @@ from producer.errors import HeadraceError, InvalidRequest
 from producer.sampling import FIELD_NAMES
 from producer.wire import Choice, Result, TokenLogprob, Usage
 
-Form = Literal["chat", "completion", "plain"]
+Form = Literal["chat", "completion", "embedding", "plain"]
 MAX_LINE_BYTES = 8 * 1024 * 1024
-_URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/embeddings": "embedding"}
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 _IGNORED = frozenset({"model", "store", "metadata", "service_tier", "parallel_tool_calls"})  # that change nothing in the answer
 _KEYWORDS = frozenset({*FIELD_NAMES, "messages", "prompt_token_ids", "user", "deadline_s", "kind", "continuations"})
@@ -87,6 +87,8 @@ def _openai_line(number: int, value: Mapping[str, Any]) -> Line:
     options.pop("stream_options", None)
     if form == "chat" or "top_logprobs" in options:
         _chat_logprobs(options)
+    if form == "embedding":
+        _embedding_options(options)
     if isinstance(options.get("prompt"), list):
         options["prompt_token_ids"] = options.pop("prompt")
     return Line(number, form, _custom_id(value), _checked(options))
@@ -94,7 +96,7 @@ def _openai_line(number: int, value: Mapping[str, Any]) -> Line:
 
 def _form(url: object, body: Mapping[str, Any]) -> Form:
     if url is None:
-        return "chat" if "messages" in body else "completion"
+        return "chat" if "messages" in body else "embedding" if "input" in body else "completion"
     if not isinstance(url, str) or url not in _URLS:
         raise validate.fail("url", f"one of {', '.join(_URLS)}")
     return _URLS[url]
@@ -105,6 +107,18 @@ def _chat_logprobs(options: dict[str, Any]) -> None:
     wanted, top = options.pop("logprobs", False), options.pop("top_logprobs", 0)
     if validate.boolean("logprobs", wanted):
         options["logprobs"] = top
+
+
+def _embedding_options(options: dict[str, Any]) -> None:
+    """An embedding's ``input`` is a prompt, its token ids, or a list of one of them: a line is one request."""
+    if options.pop("encoding_format", "float") != "float":
+        raise validate.fail("encoding_format", "float")
+    given = options.pop("input", None)
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        [given] = given
+    if not isinstance(given, str) and not (isinstance(given, list) and all(isinstance(item, int) for item in given)):
+        raise validate.fail("input", "one text, or the token ids of one")
+    options |= {"prompt": given, "kind": "embed"}
 
 
 def _custom_id(value: Mapping[str, Any]) -> str | None:
@@ -123,7 +137,7 @@ def answer(line: Line, request_id: str, result: Result) -> dict[str, Any]:
     """The output line of a request that succeeded."""
     if line.form == "plain":
         return _plain_answer(line, request_id, result)
-    body = _body(line.form, request_id, result)
+    body = _embedding_body(result) if line.form == "embedding" else _body(line.form, request_id, result)
     response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}
 
@@ -166,6 +180,12 @@ def _body(form: Form, request_id: str, result: Result) -> dict[str, Any]:
         "choices": [make(choice) for choice in result.choices or [first]],
         "usage": _usage(result.usage),
     }
+
+
+def _embedding_body(result: Result) -> dict[str, Any]:
+    data = [{"object": "embedding", "index": 0, "embedding": result.embedding}]
+    usage = {"prompt_tokens": result.usage.prompt_tokens, "total_tokens": result.usage.total_tokens}
+    return {"object": "list", "data": data, "model": result.model, "usage": usage}
 
 
 def _chat_choice(choice: Choice) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -611,7 +612,7 @@ def test_rqs_own_tools_show_and_work_off_bulk_jobs(own_server: Server, connectio
     assert [record["text"] for record in records(spec.output)] == ["a"]
 
 
-def test_real_worker_answers_a_file_of_chats_beside_a_realtime_caller(real_queue: EmbeddedQueue, tmp_path: Path) -> None:
+def test_real_worker_answers_a_file_of_chats_and_embeddings_beside_a_realtime_caller(real_queue: EmbeddedQueue, tmp_path: Path) -> None:
     lines = [
         {
             "custom_id": f"c{i}",
@@ -621,7 +622,8 @@ def test_real_worker_answers_a_file_of_chats_beside_a_realtime_caller(real_queue
         }
         for i in range(12)
     ]
-    spec = make_spec(tmp_path, lines)
+    embedding = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "any", "input": ["Once"]}}
+    spec = make_spec(tmp_path, [*lines, embedding])
     environment = os.environ | {"HEADRACE_REDIS": real_queue.url}
     with bulk_jobs.rq_connection(real_queue.url) as connection, real_queue.client() as client:
         bulk_jobs.submit(connection, spec)
@@ -629,7 +631,9 @@ def test_real_worker_answers_a_file_of_chats_beside_a_realtime_caller(real_queue
         answer = client.submit_and_wait("The capital of France is", max_tokens=4, temperature=0, timeout=240)
         assert worker.wait(240) == 0
     assert "Paris" in answer.text
-    said = records(spec.output)
+    *said, embedded = records(spec.output)
     assert [record["custom_id"] for record in said] == [f"c{i}" for i in range(12)]
+    (vector,) = embedded["response"]["body"]["data"]
+    assert math.hypot(*vector["embedding"]) == pytest.approx(1.0, rel=1e-3)
     assert all(record["response"]["body"]["usage"]["completion_tokens"] in range(1, 5) for record in said)
     assert all(record["response"]["body"]["choices"][0]["message"]["content"] for record in said)

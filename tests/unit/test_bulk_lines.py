@@ -48,6 +48,24 @@ def test_bodys_fields_become_the_clients_keywords(body: dict[str, Any], options:
     assert batch({"messages": messages, **body}).options == {"messages": messages, **options}
 
 
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ("Once", {"prompt": "Once"}),
+        (["Once"], {"prompt": "Once"}),
+        ([1, 2], {"prompt_token_ids": [1, 2]}),
+        ([7], {"prompt_token_ids": [7]}),
+        ([[1, 2]], {"prompt_token_ids": [1, 2]}),
+    ],
+    ids=str,
+)
+def test_embeddings_line_takes_one_text_or_its_token_ids(given: object, options: dict[str, Any]) -> None:
+    body = {"model": "text-embedding-3-small", "input": given, "encoding_format": "float"}
+    parsed = batch(body, url="/v1/embeddings")
+    assert (parsed.form, parsed.options) == ("embedding", {**options, "kind": "embed"})
+    assert batch({"input": given}) == parsed
+
+
 def test_plain_lines_are_a_string_an_object_or_text() -> None:
     assert line("Why?").options == {"prompt": "Why?"}
     parsed = line({"prompt": "Why?", "max_tokens": 3, "custom_id": "c"})
@@ -66,6 +84,11 @@ def test_plain_lines_are_a_string_an_object_or_text() -> None:
         ('{"body": {"messages": [], "stream": true}}', "stream must be absent"),
         ('{"body": {"messages": [], "tools": []}}', "unknown parameter: tools"),
         ('{"body": {"messages": [], "logprobs": 3}}', "logprobs must be true or false"),
+        ('{"body": {"input": ["a", "b"]}, "url": "/v1/embeddings"}', "input must be one text"),
+        ('{"body": {"input": [[1], [2]]}, "url": "/v1/embeddings"}', "input must be one text"),
+        ('{"body": {"prompt": "x"}, "url": "/v1/embeddings"}', "input must be one text"),
+        ('{"body": {"input": "x", "encoding_format": "base64"}}', "encoding_format must be float"),
+        ('{"body": {"input": "x", "dimensions": 4}}', "unknown parameter: dimensions"),
         ('{"prompt": "x", "id": "mine"}', "unknown parameter: id"),
         ('{"prompt": "x", "tier": "realtime"}', "unknown parameter: tier"),
         ('{"prompt": "x", "custom_id": 4}', "custom_id must be a string"),
@@ -103,6 +126,17 @@ def test_completion_answer_has_all_choices_and_logprobs_by_token_id() -> None:
         "logprob": -0.5,
         "top_logprobs": [{"token_id": 1, "logprob": -0.5}, {"token_id": 9, "logprob": -1.5}],
     }
+
+
+def test_embedding_answer_has_openais_shape() -> None:
+    said = answer(batch({"input": "x"}), "j.1", Result(id="j.1", embedding=[0.6, 0.8], usage=Usage(5, 0), model="m"))
+    assert said["response"]["body"] == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}],
+        "model": "m",
+        "usage": {"prompt_tokens": 5, "total_tokens": 5},
+    }
+    assert usage_of(said) == Usage(5, 0)
 
 
 def test_plain_answer_is_flat() -> None:
