@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,13 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.sampling import SamplingParams
-from tests.tiny_models import tiny_model
+from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.model_loader import LoadedModel, prepare_model
 from worker.engine.request import Request, StepOutput
 
 EOS = 256
+RAISING = VOCAB_SIZE + 5  # a token that makes a step of `raising_model` raise, for it has no embedding
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
@@ -36,6 +38,12 @@ def byte_tokenizer() -> Any:
 def loaded_model() -> LoadedModel:
     """Shared: nothing of it may be changed."""
     return prepare_model(tiny_model("llama"), byte_tokenizer(), "tiny")
+
+
+@cache
+def raising_model() -> LoadedModel:
+    """As `loaded_model`, but `RAISING` counts as a token of it."""
+    return replace(loaded_model(), vocab_size=RAISING + 1)
 
 
 def tiny_engine(loaded: LoadedModel | None = None, **settings: Any) -> Engine:

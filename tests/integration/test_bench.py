@@ -5,6 +5,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from tests.tiny_models import tiny_model
 from worker.bench import cli
 
 FEW = ("--workload", "decode", "--count", "2", "--output-cap", "2", "--output-cap", "3", "--rounds", "2", "--dtype", "float32")
@@ -27,6 +28,7 @@ def test_engines_are_compared_on_the_real_model(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_start_is_named(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.bench, ["--model", str(tmp_path)])  # no model in it
+    tiny_model("llama").config.save_pretrained(tmp_path)  # and no weights
+    done = CliRunner().invoke(cli.bench, ["--model", str(tmp_path), "--workload", "shared-prefix"])
     assert done.exit_code == 1
     assert "engine headrace ended with exit code 1" in done.stderr

@@ -7,10 +7,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from producer.errors import ContextLengthExceeded
+from producer.errors import ContextLengthExceeded, InvalidRequest
 from producer.load.plots import draw
 from producer.load.stats import RequestRecord, percentile
 from tests.tiny_engine import tiny_engine
+from tests.tiny_models import VOCAB_SIZE
 from worker.bench import cli, plots, report, workloads
 from worker.bench.compare import Results
 from worker.bench.drivers import headrace
@@ -33,6 +34,19 @@ def test_shipped_sets_have_their_stated_sizes(name: str, count: int, prompt_toke
 def test_generated_sets_are_functions_of_the_seed() -> None:
     assert workloads.load("anyscale", count=20, seed=1) == workloads.load("anyscale", count=20, seed=1)
     assert workloads.load("anyscale", count=20, seed=1) != workloads.load("anyscale", count=20, seed=2)
+
+
+@pytest.mark.parametrize("name", ["anyscale", "shared-prefix"])
+@pytest.mark.parametrize("vocab_size", [50, 320, 32_000])
+def test_generated_text_is_within_the_models_vocabulary(name: str, vocab_size: int) -> None:
+    requests = workloads.load(name, count=20, vocab_size=vocab_size)
+    assert all(0 <= token_id < vocab_size for request in requests for token_id in request.prompt_token_ids)
+    assert len(set(requests[0].prompt_token_ids)) > 20
+
+
+def test_shipped_text_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"token ids up to .* and the model only 320"):
+        workloads.load("mixed", count=3, vocab_size=320)
 
 
 def test_every_cap_meets_every_rate_with_the_same_prompts() -> None:
@@ -236,6 +250,11 @@ def test_a_request_that_fails_ends_the_run() -> None:
         headrace.run(tiny_engine(num_blocks=1), [BenchRequest(0, [1] * 20, 4)])
 
 
+def test_text_of_another_vocabulary_ends_the_run() -> None:
+    with pytest.raises(InvalidRequest):
+        headrace.run(tiny_engine(), [BenchRequest(0, [1, VOCAB_SIZE], 4)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -243,6 +262,7 @@ def test_a_request_that_fails_ends_the_run() -> None:
         (["--workload", "trace:nowhere.csv"], "nowhere.csv"),
         (["--workload", "other"], "unknown workload"),
         (["--rate", "0"], "--rate"),
+        (["--model", "/nowhere"], "no such folder"),
     ],
 )
 def test_what_cannot_be_run_is_said_so(arguments: list[str], message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from producer.errors import BatchFailed, ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest
-from tests.tiny_engine import EOS, assert_idle, byte_tokenizer, loaded_model, request, run, tiny_engine
+from tests.tiny_engine import EOS, RAISING, assert_idle, byte_tokenizer, loaded_model, raising_model, request, run, tiny_engine
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.engine import Engine
 from worker.engine.failures import FatalDeviceError
@@ -169,8 +169,8 @@ def test_a_request_that_can_never_fit_is_refused_and_the_next_is_fine() -> None:
 @pytest.mark.parametrize("place", range(0, 12, 3))
 def test_what_makes_a_step_fail_is_ended_alone(expected: dict[str, list[int]], place: int) -> None:
     requests = wild_requests()
-    culprit = request("culprit", [5, VOCAB_SIZE + 5, 6], 5)  # no such embedding: the step raises
-    outputs = run(tiny_engine(max_batch_tokens=512), [*requests[:place], culprit, *requests[place:]])
+    culprit = request("culprit", [5, RAISING, 6], 5)
+    outputs = run(tiny_engine(raising_model(), max_batch_tokens=512), [*requests[:place], culprit, *requests[place:]])
     (failed,) = outputs["culprit"]
     assert (failed.error_code, failed.token_ids) == ("BATCH_FAILED", [])
     assert tokens_of(requests) == expected
@@ -178,15 +178,15 @@ def test_what_makes_a_step_fail_is_ended_alone(expected: dict[str, list[int]], p
 
 def test_a_late_chunk_that_fails_ends_its_request_alone(expected: dict[str, list[int]]) -> None:
     requests = wild_requests()
-    culprit = request("culprit", [5] * 200 + [VOCAB_SIZE + 5], 5)
-    outputs = run(tiny_engine(), [culprit, *requests])
+    culprit = request("culprit", [5] * 200 + [RAISING], 5)
+    outputs = run(tiny_engine(raising_model()), [culprit, *requests])
     assert outputs["culprit"][-1].error_code == "BATCH_FAILED"
     assert tokens_of(requests) == expected
 
 
 def test_every_request_failing_leaves_an_engine_that_works() -> None:
-    engine = tiny_engine()
-    outputs = run(engine, [request(f"r{i}", [VOCAB_SIZE], 5) for i in range(7)])
+    engine = tiny_engine(raising_model())
+    outputs = run(engine, [request(f"r{i}", [RAISING], 5) for i in range(7)])
     assert {output.error_code for (output,) in outputs.values()} == {"BATCH_FAILED"}
     assert run(engine, [request("next", [1], 2)])["next"][-1].finish_reason == "length"
 
@@ -447,3 +447,12 @@ def test_what_the_engine_says_of_itself() -> None:
     assert (engine.last_step.batch_size, engine.last_step.num_tokens) == (2, 2)
     assert engine.last_step.seconds > 0
     assert engine.room("realtime") > 0
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31, -1])
+def test_token_ids_outside_the_vocabulary_are_refused_whoever_made_the_request(token_id: int) -> None:
+    engine = tiny_engine()
+    with pytest.raises(InvalidRequest, match=r"prompt_token_ids .* below 320"):
+        engine.add_all([request("a", [1, 2]), request("b", [1, token_id, 2])])
+    assert not engine.has_work()
+    assert_idle(engine)

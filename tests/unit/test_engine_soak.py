@@ -9,8 +9,7 @@ import pytest
 
 from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest
-from tests.tiny_engine import assert_idle, request, tiny_engine
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_engine import RAISING, assert_idle, raising_model, request, tiny_engine
 from worker.engine.engine import Engine
 from worker.engine.request import Request, StepOutput
 
@@ -49,6 +48,7 @@ def group(engine: Engine, name: str) -> list[Request]:
 def test_whoever_survives_writes_what_it_would_alone(expected: dict[str, list[int]], seed: int) -> None:
     rng = random.Random(seed)
     engine = tiny_engine(
+        raising_model(),
         num_blocks=rng.choice([40, 60]),
         block_size=rng.choice([4, 16]),
         max_batch_tokens=rng.choice([16, 64]),
@@ -58,7 +58,7 @@ def test_whoever_survives_writes_what_it_would_alone(expected: dict[str, list[in
         batch_overcommit=4.0,
     )
     arrivals = [[make(i, tier=rng.choice(["realtime", "batch"]), source=rng.choice("abc"))] for i in range(40)]
-    arrivals += [[request(f"culprit{i}", [1] * rng.randint(1, 60) + [VOCAB_SIZE], 3)] for i in range(3)]
+    arrivals += [[request(f"culprit{i}", [1] * rng.randint(1, 60) + [RAISING], 3)] for i in range(3)]
     arrivals += [group(engine, f"group{i}") for i in range(3)]
     rng.shuffle(arrivals)
     requests = [item for requests in arrivals for item in requests]

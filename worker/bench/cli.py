@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from producer.errors import ModelUnavailable
 from producer.load.plots import can_draw, draw
 from worker.bench import plots, report, workloads
 from worker.bench.compare import EngineSpec, Results, compare
@@ -110,10 +111,19 @@ def _names(engines: tuple[str, ...], compare_all: bool, vllm_python: str | None)
 
 def _scenarios(workload: str, options: Mapping[str, Any]) -> list[Scenario]:
     try:
-        requests = workloads.load(workload, count=options["count"], seed=options["seed"])
+        vocab_size = _vocab_size(options["model"])
+        requests = workloads.load(workload, count=options["count"], seed=options["seed"], vocab_size=vocab_size)
+    except ModelUnavailable as error:
+        raise click.UsageError(error.message) from None
     except (OSError, ValueError, KeyError) as error:
         raise click.UsageError(f"workload {workload}: {error}") from None
     return workloads.scenarios(requests, _ordered(options["output_caps"]), _ordered(options["rates"]), options["seed"])
+
+
+def _vocab_size(model: str) -> int:
+    from worker.engine.model_loader import read_vocab_size
+
+    return read_vocab_size(model)
 
 
 def _ordered(values: Iterable[Any]) -> list[Any]:

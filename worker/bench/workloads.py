@@ -16,6 +16,7 @@ SHIPPED = ("mixed", "decode", "prefill")
 _FOLDER = Path(__file__).parent / "workloads"
 _FIRST_TEXT_TOKEN = 1000  # below lie special tokens and single bytes
 _LAST_TEXT_TOKEN = 40_000
+_SHIPPED_VOCAB_SIZE = 49_152  # of the demo model, whose tokens the shipped sets are made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +59,41 @@ class Scenario:
         return sum(request.max_tokens for request in self.requests)
 
 
-def load(name: str, *, count: int | None = None, seed: int = 0) -> list[BenchRequest]:
+def load(name: str, *, count: int | None = None, seed: int = 0, vocab_size: int = _SHIPPED_VOCAB_SIZE) -> list[BenchRequest]:
     """The requests of workload ``name``, the first ``count`` of them.
 
     Args:
         name: one of `SHIPPED`, ``anyscale``, ``shared-prefix``, or ``trace:FILE``.
         seed: of the generated sets.
+        vocab_size: of the model that is to run them.
+
+    Raises:
+        ValueError: there is no such workload, it holds no requests, or tokens that the model lacks.
     """
-    requests = list(islice(_source(name, seed), count))
+    requests = list(islice(_source(name, TokenSource(seed, vocab_size)), count))
     if not requests:
         raise ValueError(f"workload {name} holds no requests")
+    largest = max(max(request.prompt_token_ids) for request in requests)
+    if largest >= vocab_size:
+        raise ValueError(f"it has token ids up to {largest}, and the model only {vocab_size}: take a generated set or a trace")
     return requests
+
+
+class TokenSource:
+    """Draws text and lengths; a function of the seed.
+
+    Args:
+        vocab_size: ids are drawn below it, and outside of where special tokens and single bytes mostly lie where there is room.
+    """
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.rng = random.Random(seed)
+        self._last = min(_LAST_TEXT_TOKEN, vocab_size - 1)
+        self._first = min(_FIRST_TEXT_TOKEN, self._last // 2)
+
+    def text(self, length: int) -> list[int]:
+        """Token ids of a text."""
+        return [self.rng.randint(self._first, self._last) for _ in range(length)]
 
 
 def scenarios(requests: Sequence[BenchRequest], output_caps: Sequence[int], rates: Sequence[float], seed: int = 0) -> list[Scenario]:
@@ -94,15 +119,15 @@ def poisson(requests: Iterable[BenchRequest], rate: float, seed: int = 0) -> lis
     return out
 
 
-def _source(name: str, seed: int) -> Iterator[BenchRequest]:
+def _source(name: str, tokens: TokenSource) -> Iterator[BenchRequest]:
     if name in SHIPPED:
         return _shipped(_FOLDER / f"{name}.jsonl")
     if name == "anyscale":
-        return _anyscale(random.Random(seed))
+        return _anyscale(tokens)
     if name == "shared-prefix":
-        return _shared_prefix(random.Random(seed))
+        return _shared_prefix(tokens)
     if name.startswith("trace:"):
-        return _trace(Path(name.removeprefix("trace:")), random.Random(seed))
+        return _trace(Path(name.removeprefix("trace:")), tokens)
     raise ValueError(f"unknown workload {name}: give one of {', '.join(SHIPPED)}, anyscale, shared-prefix, trace:FILE")
 
 
@@ -113,30 +138,26 @@ def _shipped(path: Path) -> Iterator[BenchRequest]:
             yield BenchRequest(row["id"], row["prompt_ids"], row["max_tokens"])
 
 
-def _text(rng: random.Random, length: int) -> list[int]:
-    return [rng.randint(_FIRST_TEXT_TOKEN, _LAST_TEXT_TOKEN) for _ in range(length)]
-
-
-def _anyscale(rng: random.Random) -> Iterator[BenchRequest]:
+def _anyscale(tokens: TokenSource) -> Iterator[BenchRequest]:
     """1,000 requests of 512 prompt tokens, outputs exponential of mean 128, capped at 1,536 (Anyscale, 2023)."""
     for i in range(1000):
-        yield BenchRequest(i, _text(rng, 512), max(1, min(1536, round(rng.expovariate(1 / 128)))))
+        yield BenchRequest(i, tokens.text(512), max(1, min(1536, round(tokens.rng.expovariate(1 / 128)))))
 
 
-def _shared_prefix(rng: random.Random) -> Iterator[BenchRequest]:
+def _shared_prefix(tokens: TokenSource) -> Iterator[BenchRequest]:
     """64 requests with a common 1,000-token system prompt and 32 tokens of their own, 64 output tokens each."""
-    system = _text(rng, 1000)
+    system = tokens.text(1000)
     for i in range(64):
-        yield BenchRequest(i, system + _text(rng, 32), 64)
+        yield BenchRequest(i, system + tokens.text(32), 64)
 
 
-def _trace(path: Path, rng: random.Random) -> Iterator[BenchRequest]:
+def _trace(path: Path, tokens: TokenSource) -> Iterator[BenchRequest]:
     """A published trace: lengths and times as recorded, prompt tokens drawn at random."""
     lengths = _sharegpt(path) if path.suffix == ".json" else _mooncake(path) if path.suffix == ".jsonl" else _csv_trace(path)
     first_s: float | None = None
     for i, (time_s, prompt, output) in enumerate(lengths):
         first_s = time_s if first_s is None else first_s
-        yield BenchRequest(i, _text(rng, max(1, prompt)), max(1, output), time_s - first_s)
+        yield BenchRequest(i, tokens.text(max(1, prompt)), max(1, output), time_s - first_s)
 
 
 def _csv_trace(path: Path) -> Iterator[tuple[float, int, int]]:

@@ -104,6 +104,7 @@ class Engine:
         """Take a request in; one that brings output goes on behind it.
 
         Raises:
+            InvalidRequest: its prompt has token ids that are not in the vocabulary.
             ContextLengthExceeded: it can never fit the context or the KV cache.
         """
         self.add_all([request])
@@ -112,6 +113,7 @@ class Engine:
         """Take in the requests of one prompt (`InputProcessor.prepare_all`), which is then computed once. Raises as `add`."""
         for request in requests:
             assert request.id not in self._requests, f"{request.id} is in the engine"
+            self.inputs.check_vocabulary("prompt_token_ids", request.prompt_token_ids)
         beginning = [request for request in requests if not self._ends_early(request)]
         if beginning:
             self._siblings.add(beginning)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,16 @@ class InputProcessor:
         except InvalidRequest as error:
             error.request_id = wanted.id
             raise
+
+    def check_vocabulary(self, field: str, token_ids: Collection[int]) -> None:
+        """Check ids that the embedding or a row of logits is indexed with, which nothing behind the engine does again.
+
+        Raises:
+            InvalidRequest: one of them is not in the model's vocabulary.
+        """
+        vocab_size = self._limits.vocab_size
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise fail(field, f"made of token ids below {vocab_size}, the model's vocabulary")
 
     def check_resumable(self, token_ids: Sequence[int]) -> None:
         """Check what an earlier attempt generated: the model that did may not have been this one.
@@ -206,14 +216,9 @@ class InputProcessor:
     # Checks
 
     def _check_token_ids(self, wanted: GenerateRequest) -> None:
-        vocab_size = self._limits.vocab_size
-        for field, token_ids in (
-            ("prompt_token_ids", wanted.prompt_token_ids or ()),
-            ("logit_bias", wanted.params.logit_bias),
-            ("stop_token_ids", wanted.params.stop_token_ids),
-        ):
-            if token_ids and max(token_ids) >= vocab_size:
-                raise fail(field, f"made of token ids below {vocab_size}, the model's vocabulary")
+        self.check_vocabulary("prompt_token_ids", wanted.prompt_token_ids or ())
+        self.check_vocabulary("logit_bias", wanted.params.logit_bias)
+        self.check_vocabulary("stop_token_ids", wanted.params.stop_token_ids)
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         left = self._limits.max_model_len - prompt_tokens

@@ -159,6 +159,14 @@ def local_model_path(model: str) -> str:
     return model
 
 
+def read_vocab_size(model: str) -> int:
+    """Of a model by name, how many token ids it has; loads no weights. Raises `ModelUnavailable` where there is no such model."""
+    from transformers import AutoConfig
+
+    with _quiet(), _readable(model):
+        return int(AutoConfig.from_pretrained(local_model_path(model)).get_text_config(decoder=True).vocab_size)
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: ``$HEADRACE_CACHE``, else ``~/.cache/headrace``."""
     return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser()
