@@ -122,6 +122,7 @@ class FakeEngine:
         self.model_name = model or "fake"
         self.config = EngineConfig(max_batch_size=max_batch_size)
         self.inputs = FakeInputs()
+        self.has_cache = True
         self.step_s = step_s
         self._max_batch_size = max_batch_size
         self._waiting: list[Request] = []
@@ -167,7 +168,16 @@ class FakeEngine:
             total_blocks=self._max_batch_size,
         )
 
+    def release_cache(self) -> None:
+        assert not self.has_work()
+        self.has_cache = False
+
+    def restore_cache(self) -> None:
+        assert not self.has_work()
+        self.has_cache = True
+
     def step(self) -> list[StepOutput]:
+        assert self.has_cache
         count = self._max_batch_size - len(self._running)
         for request in self._waiting[:count]:
             request.first_step_s = time.monotonic()

@@ -66,7 +66,7 @@ class EngineLimits(Protocol):
 
 
 class EngineLike(Protocol):
-    """An engine. Its own thread calls `add_all`, `abort`, `step`, `has_work`, `room` and `stats`; other threads the rest."""
+    """An engine. Its own thread calls all but `config`, `inputs`, `make_detokenizer` and the names; other threads call these."""
 
     @property
     def model_name(self) -> str: ...
@@ -106,3 +106,11 @@ class EngineLike(Protocol):
         ...
 
     def stats(self) -> SchedulerStats: ...
+
+    def release_cache(self) -> None:
+        """Give back the memory of the KV cache, with what it holds, while there is no work; none may come until `restore_cache`."""
+        ...
+
+    def restore_cache(self) -> None:
+        """Make an empty KV cache in the place of the one there is, while there is no work: as large as settings and free memory allow."""
+        ...

@@ -34,11 +34,14 @@ class Refusal:
 
 @dataclass(slots=True)
 class Swap:
-    """Another engine that is to take over. Once ``done`` is set it has, or ``failure`` says why it could not be made."""
+    """Another engine that is to take over. Once ``done`` is set it has, or ``failure`` says why it could not be made.
+
+    The error itself is not kept: its traceback holds what has been loaded of the model.
+    """
 
     load: Callable[[], EngineLike]
     done: threading.Event = field(default_factory=threading.Event)
-    failure: Exception | None = None
+    failure: str = ""
 
 
 Emit = Callable[[list[StepOutput] | Refusal], None]
@@ -176,16 +179,21 @@ class EngineLoop:
         return True
 
     def _change(self) -> None:
-        """Put another engine in the place of ours, where that was asked for; where it cannot be made ours stays."""
+        """Put another engine in the place of ours, where that was asked for; where it cannot be made ours stays.
+
+        Ours lends the memory of its KV cache for that time. The one that serves from then on makes its cache when the other is gone.
+        """
         swap = self._swap
         if swap is None or self.engine.has_work():
             return
         self._swap = None
+        self.engine.release_cache()
         try:
             self._engine = swap.load()
         except Exception as error:  # whatever is wrong with the new model, the old one can serve
-            swap.failure = error
+            swap.failure = error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
         gc.collect()  # a model holds itself in cycles, and its memory is wanted
+        self.engine.restore_cache()
         self._look(self.engine)
         swap.done.set()
 

@@ -9,7 +9,6 @@ from queue import Empty, SimpleQueue
 
 import structlog
 
-from producer.errors import HeadraceError
 from worker.core import Core
 from worker.engine_api import EngineLike
 from worker.intake import Intake
@@ -31,7 +30,7 @@ class Reloader:
     """Carries out one order at a time, in the thread that calls `run`.
 
     Fetching stops, what runs is finished for as long as a drain may take, and the rest is handed back; then the engine's
-    thread loads the new model beside the old one, which goes on serving where that fails. Queued requests wait meanwhile.
+    thread loads the new model beside the weights of the old one, which goes on serving where that fails. Queued requests wait meanwhile.
 
     Args:
         load: makes an engine with the model of a name; '' names the worker's own. Called in the engine's thread.
@@ -87,19 +86,21 @@ class Reloader:
             self._await(self._core.publisher.release().is_set)
 
     def _swap(self, model: str) -> None:
-        swap = self._core.loop.replace(lambda: self._load(model))
+        loop = self._core.loop
+        blocks_before = loop.stats.total_blocks
+        swap = loop.replace(lambda: self._load(model))
         self._await(swap.done.is_set)
         if not swap.done.is_set():
             return
-        if swap.failure is None:
-            self._model, self._error = model, ""
-            engine = self._core.loop.engine
-            self._core.metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
-            log.info("reloaded", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name)
-        else:
-            failure = swap.failure
-            self._error = failure.message if isinstance(failure, HeadraceError) else f"{type(failure).__name__}: {failure}"
-            log.error("model could not be loaded, the old one goes on serving", model=model, error=self._error)
+        self._error = swap.failure
+        blocks = {"blocks": loop.stats.total_blocks, "blocks_before": blocks_before}
+        if swap.failure:
+            log.error("model could not be loaded, the old one goes on serving", model=model, error=swap.failure, **blocks)
+            return
+        self._model = model
+        engine = loop.engine
+        self._core.metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
+        log.info("reloaded", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **blocks)
 
     def _await(self, condition: Callable[[], bool]) -> None:
         while not (condition() or self._over()):

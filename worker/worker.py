@@ -143,14 +143,17 @@ class Worker:
         self._await(lambda: self.loop.ready and self._keeper.await_start(0.0))
         if not self._over():
             self._warn_of_eviction()
-            engine = self.loop.engine
-            self._metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
-            log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name)
+            self._tell_model()
             self._intake.start()
         while not self._over():
             self._wakes.get()
             if not self._over() and self._reloader.run():
                 self._keeper.beat_soon()
+
+    def _tell_model(self) -> None:
+        engine = self.loop.engine  # not in `_serve`, whose variables live on when another engine has taken over
+        self._metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
+        log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name)
 
     def _count_step(self, step: StepSample, stats: SchedulerStats) -> None:
         self._metrics.step(seconds=step.seconds, idle_seconds=step.idle_seconds, batch_size=step.batch_size, num_tokens=step.num_tokens)

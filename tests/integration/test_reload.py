@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from structlog.testing import capture_logs
 
 from producer import Client
 from producer.cli.group import main
@@ -20,6 +22,8 @@ from tests.tiny_engine import byte_tokenizer, tiny_engine
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.workers import QueueView, WorkerProcess, eventually, worker_thread
 from worker.config import WorkerConfig
+from worker.engine.engine import Engine
+from worker.engine.model_loader import prepare_model
 from worker.reload import Reload
 from worker.worker import Worker
 
@@ -189,6 +193,40 @@ def test_a_real_model_takes_the_place_of_another(
         assert texts.get("first") != texts["second"]
         assert client.submit_and_wait("a mill", max_tokens=64, temperature=0, ignore_eos=True, timeout=60).token_ids == after.token_ids
         assert worker.drain() == 0
+
+
+def test_the_engine_that_serves_lends_its_cache_to_the_one_that_is_loaded(
+    server: Server, queue: str, client: Client, headrace: Headrace, view: QueueView
+) -> None:
+    """It has it again where that fails, and is gone where not; the same requests get the same answers."""
+    engines: list[weakref.ref[Engine]] = []
+    blocks_beside: list[list[int]] = []
+
+    def load(model: str) -> Engine:
+        blocks_beside.append([engine._runner.cache.num_blocks for alive in engines if (engine := alive()) is not None])
+        loaded = prepare_model(tiny_model("llama"), byte_tokenizer(), model or "first")
+        engine = tiny_engine(loaded, num_blocks=300 if model else 200)
+        engines.append(weakref.ref(engine))
+        if model == UNLOADABLE:
+            raise RuntimeError("halfway")
+        return engine
+
+    def answer() -> list[int]:
+        prompt = "the same beginning again and again, and an end"
+        return client.submit_and_wait(prompt, max_tokens=20, temperature=0, ignore_eos=True, timeout=30).token_ids
+
+    with capture_logs() as logs, worker_thread(server.url, queue, load=load):
+        view.await_running()
+        expected = answer()
+        assert headrace("--model", UNLOADABLE).exit_code == 1
+        assert [engine() is None for engine in engines] == [False, True]
+        assert answer() == expected
+        assert headrace("--model", "second").exit_code == 0
+        assert [engine() is None for engine in engines] == [True, True, False]
+        assert answer() == expected
+    assert blocks_beside == [[], [0], [0]]
+    told = [(line["blocks_before"], line["blocks"]) for line in logs if "blocks_before" in line]
+    assert told == [(200, 200), (200, 300)]
 
 
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31, -1])

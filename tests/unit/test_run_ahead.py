@@ -203,7 +203,7 @@ def test_a_row_that_is_not_finite_fails_and_harms_no_other() -> None:
             logits[1] = torch.nan
         return logits
 
-    engine._runner.ahead = RunAhead((engine._runner._inputs, engine._runner._make_inputs(engine.config)), spoil)
+    engine._runner.ahead = RunAhead((engine._runner._inputs, engine._runner._make_inputs()), spoil)
     outputs = run(engine, requests)
     assert [(o.request.id, o.error_code) for o in outputs if o.error_code] == [("r1", "BATCH_FAILED")]
     assert [len(request.output_token_ids) for request in requests] == [6, 2, 6]

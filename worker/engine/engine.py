@@ -73,9 +73,8 @@ class Engine:
         self._runner = ModelRunner(self._loaded, config)
         if loaded is None:  # one that was given may serve others too
             self._runner.free_unused_weights()
-        self._scheduler = Scheduler(config, self._runner.num_blocks, self._runner.num_cpu_blocks, self._loaded.max_model_len)
         self.inputs = _make_inputs(self._loaded, config.seed)
-        self._siblings = Siblings(self._scheduler)
+        self._make_scheduler()
         self._requests: dict[str, Request] = {}
         self._ended_early: list[StepOutput] = []
         self._exhaustion = Exhaustion()
@@ -157,6 +156,28 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""
         return self._scheduler.stats()
+
+    def release_cache(self) -> None:
+        """Give back the memory of the KV cache, cached prefixes included, while there is no work; none may come until `restore_cache`."""
+        assert not self.has_work(), "a request would lose what it has computed"
+        self._pending = None
+        self._runner.release_cache()
+
+    def restore_cache(self) -> None:
+        """Make an empty KV cache in the place of the one there is, while there is no work: as large as settings and free memory allow.
+
+        Raises:
+            ModelUnavailable: there is no memory for it.
+        """
+        assert not self.has_work(), "a request would lose what it has computed"
+        self._pending = None
+        self._runner.restore_cache()
+        self._make_scheduler()
+
+    def _make_scheduler(self) -> None:
+        runner = self._runner
+        self._scheduler = Scheduler(self.config, runner.num_blocks, runner.num_cpu_blocks, self._loaded.max_model_len)
+        self._siblings = Siblings(self._scheduler)
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
         """A detokeniser that goes on behind the output the request has now. Any thread may call this."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 import torch
@@ -32,8 +32,16 @@ log = structlog.get_logger("headrace.engine")
 _NO_LOGITS = torch.empty(0, 0)
 
 
-Decoder = Callable[[Tensor, Tensor, StepMetadata, Tensor], tuple[Tensor, Tensor]]
-"""(input_ids [T], positions [T], metadata, rows whose logits are wanted) -> logits [rows, vocab], hidden states [T, hidden]."""
+class Decoder(Protocol):
+    """A fused decoder over a paged cache."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T]``, ``[T]``, metadata, rows whose logits are wanted; to logits ``[rows, vocab]`` and hidden states ``[T, hidden]``."""
+        ...
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compute over these caches, (K, V) of each layer in order, from now on."""
+        ...
 
 
 class ForwardOutput(NamedTuple):
@@ -52,6 +60,7 @@ class ModelRunner:
     """Owns the model, the KV cache and the step's buffers; used by the engine's thread alone.
 
     Attributes:
+        num_blocks: of the cache; may be another number after `restore_cache`.
         ahead: launches steps whose tokens are read later; None where `run` alone is used.
 
     Raises:
@@ -65,26 +74,56 @@ class ModelRunner:
         self._model: Any = loaded.model
         self._hidden: Tensor | None = None
         self._model.get_decoder().register_forward_hook(self._keep_hidden)
-        modules = discover_layers(loaded.model, loaded.max_model_len)
-        self.layers = list(modules.values())
+        self._config = config
+        self._modules = discover_layers(loaded.model, loaded.max_model_len)
+        self.layers = list(self._modules.values())
         self._cache_dtype = torch.int8 if config.kv_dtype == "int8" else loaded.dtype
-        self.num_blocks = self._choose_num_blocks(config)
         self.num_cpu_blocks = config.cpu_swap_blocks
-        self.cache = KVCache(self.layers, self.num_blocks, config.block_size, self._cache_dtype, loaded.device, config.cpu_swap_blocks)
-        self._caches = dict(zip(modules, self.cache.layers, strict=True))
         self._backend = choose_backend(loaded, self.layers, config)
-        self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
-        self._inputs = self._make_inputs(config)
         self._sampler = Sampler()
         self._graphs: DecodeGraphs | None = None
+        self._fused: Decoder | None = None
+        self._make_cache()
         self._fused = self._fuse()
-        self._probe(config)
-        self._warn_of_slow_dtype(config)
-        self._capture(config)
-        runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
-        self.ahead = RunAhead((self._inputs, self._make_inputs(config)), self._logits) if runs_ahead else None
+        self._probe()
+        self._warn_of_slow_dtype()
+        self._capture()
 
-    def _make_inputs(self, config: EngineConfig) -> InputBatch:
+    def release_cache(self) -> None:
+        """Give back the memory of the KV cache, with what it holds, and of the graphs over it. No step until `restore_cache`."""
+        self._graphs = None
+        self._use(KVCache(self.layers, 0, self._config.block_size, self._cache_dtype, self._loaded.device))
+        if self._loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore_cache(self) -> None:
+        """Make an empty cache in the place of the one there is, as large as the settings and what is free now allow.
+
+        Raises:
+            ModelUnavailable: there is no memory for it.
+        """
+        self.release_cache()
+        self._make_cache()
+        self._capture()
+
+    def _make_cache(self) -> None:
+        """The cache, and whatever depends on its size."""
+        config, loaded = self._config, self._loaded
+        self.num_blocks = self._choose_num_blocks()
+        self._use(KVCache(self.layers, self.num_blocks, config.block_size, self._cache_dtype, loaded.device, self.num_cpu_blocks))
+        self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
+        self._inputs = self._make_inputs()
+        runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
+        self.ahead = RunAhead((self._inputs, self._make_inputs()), self._logits) if runs_ahead else None
+
+    def _use(self, cache: KVCache) -> None:
+        self.cache = cache
+        self._caches = dict(zip(self._modules, cache.layers, strict=True))
+        if self._fused is not None:
+            self._fused.bind(cache.layers)
+
+    def _make_inputs(self) -> InputBatch:
+        config = self._config
         return InputBatch(
             max_tokens=config.max_batch_tokens,
             max_requests=config.max_batch_size,
@@ -105,20 +144,22 @@ class ModelRunner:
             return cuda_decoder.fuse(*arguments)
         return None
 
-    def _capture(self, config: EngineConfig) -> None:
+    def _capture(self) -> None:
         """Capture decode steps, if the backend may be captured, and check what they compute; a model that cannot be runs without."""
+        config = self._config
         if not config.cuda_graphs or self._loaded.device.type != "cuda" or self._backend is not _triton_attention():
             return
         graphs = DecodeGraphs(self._forward, config.max_batch_size, self._max_blocks, config.block_size, self._loaded.device)
         try:
             graphs.capture_all()
             self._graphs = graphs
-            self._check_numbers(config)
+            self._check_numbers()
         except (RuntimeError, ModelUnavailable) as error:
             log.warning("decode steps run without CUDA graphs", error=type(error).__name__, reason=str(error)[:500])
             self._graphs = None
 
-    def _choose_num_blocks(self, config: EngineConfig) -> int:
+    def _choose_num_blocks(self) -> int:
+        config = self._config
         device, max_model_len = self._loaded.device, self._loaded.max_model_len
         step_bytes = 0
         if device.type == "cuda":
@@ -131,18 +172,18 @@ class ModelRunner:
         if isinstance(self._fused, FusedDecoder):
             self._fused.release()
 
-    def _probe(self, config: EngineConfig) -> None:
+    def _probe(self) -> None:
         """Check what the model computes here. The fastest way is tried first; one that fails gives way to the next."""
         while True:
             try:
-                return self._check_numbers(config)
+                return self._check_numbers()
             except Exception as error:
                 if not self._give_way(error):
                     raise
 
-    def _warn_of_slow_dtype(self, config: EngineConfig) -> None:
+    def _warn_of_slow_dtype(self) -> None:
         loaded = self._loaded
-        if self._fused is None and config.dtype == "auto" and loaded.dtype == torch.bfloat16 and not computes_bfloat16(loaded.device):
+        if self._fused is None and self._config.dtype == "auto" and loaded.dtype == torch.bfloat16 and not computes_bfloat16(loaded.device):
             log.warning("the model's own modules compute in bfloat16, which this device has no instructions for: float32 is faster")
 
     def _give_way(self, error: Exception) -> bool:
@@ -158,7 +199,8 @@ class ModelRunner:
             return False
         return True
 
-    def _check_numbers(self, config: EngineConfig) -> None:
+    def _check_numbers(self) -> None:
+        config = self._config
         num_blocks = min(self.num_blocks, 64)
         check_numbers(
             self._model,

@@ -65,7 +65,6 @@ class _Layer:
     gate_up: _Weights
     down: _Weights
     qk_norms: Tensor | None
-    cache: tuple[Tensor, Tensor]
 
 
 class CudaDecoder:
@@ -79,8 +78,13 @@ class CudaDecoder:
 
     def __init__(self, structure: DecoderStructure, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._structure = structure
-        self._layers = [_merge_layer(layer, cache) for layer, cache in zip(structure.layers, caches, strict=True)]
+        self._layers = [_merge_layer(layer) for layer in structure.layers]
         self._head = _merge([structure.head])
+        self.bind(caches)
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compute over these caches, (K, V) of each layer in order, from now on; the ones before are let go."""
+        self._caches = list(caches)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a step.
@@ -97,9 +101,9 @@ class CudaDecoder:
         if structure.embedding_factor != 1.0:
             stream *= structure.embedding_factor
         delta, delta_norm = None, None
-        for layer in self._layers:
+        for layer, cache in zip(self._layers, self._caches, strict=True):
             normed = self._add_norm(stream, delta, delta_norm, layer.structure.attn_norm)
-            delta = layer.o(self._attend(layer, normed, positions, meta))
+            delta = layer.o(self._attend(layer, cache, normed, positions, meta))
             normed = self._add_norm(stream, delta, layer.structure.attn_out_norm, layer.structure.mlp_norm)
             delta, delta_norm = layer.down(self._activate(layer.gate_up(normed))), layer.structure.mlp_out_norm
         hidden = self._add_norm(stream, delta, delta_norm, structure.final_norm)
@@ -119,9 +123,9 @@ class CudaDecoder:
         )
         return normed
 
-    def _attend(self, layer: _Layer, normed: Tensor, positions: Tensor, meta: StepMetadata) -> Tensor:
+    def _attend(self, layer: _Layer, cache: tuple[Tensor, Tensor], normed: Tensor, positions: Tensor, meta: StepMetadata) -> Tensor:
         attention, rope = layer.structure.attention, layer.structure.rope
-        k_cache, v_cache = layer.cache
+        k_cache, v_cache = cache
         qkv = layer.qkv(normed)
         query = qkv.new_empty(qkv.shape[0], attention.num_heads, attention.head_dim)
         rotate_and_write_kernel[(qkv.shape[0], attention.num_heads + 2 * attention.num_kv_heads)](
@@ -155,7 +159,7 @@ class CudaDecoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _merge_layer(layer: LayerStructure, cache: tuple[Tensor, Tensor]) -> _Layer:
+def _merge_layer(layer: LayerStructure) -> _Layer:
     norms = None
     if layer.q_norm is not None and layer.k_norm is not None:
         norms = torch.stack([layer.q_norm, layer.k_norm])
@@ -169,7 +173,6 @@ def _merge_layer(layer: LayerStructure, cache: tuple[Tensor, Tensor]) -> _Layer:
         gate_up=gate_up,
         down=_merge([layer.down]),
         qk_norms=norms,
-        cache=cache,
     )
 
 

@@ -68,9 +68,7 @@ class FusedDecoder:
         self._structure = structure
         self._packed = [_pack_layer(layer) for layer in structure.layers]
         self._head = pack_stacked([structure.head])
-        self._caches = list(caches)
-        self._layers = (DecoderLayerStruct * len(self._packed))(*map(_layer_struct, structure.layers, self._packed, self._caches))
-        self._decoder = _decoder_struct(structure, self._layers, self._head)
+        self.bind(caches)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0, structure.head.out_features)
         self._phase_seconds = torch.zeros(len(PHASES), dtype=torch.float64)
@@ -123,6 +121,13 @@ class FusedDecoder:
         workspace = self._workspace_for(step, threads)
         self._lib.headrace_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step), threads, workspace)
         return hidden
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compute over these caches, (K, V) of each layer in order, from now on; the ones before are let go."""
+        self._caches = list(caches)
+        layers = map(_layer_struct, self._structure.layers, self._packed, self._caches)
+        self._layers = (DecoderLayerStruct * len(self._packed))(*layers)
+        self._decoder = _decoder_struct(self._structure, self._layers, self._head)
 
     def phase_seconds(self) -> dict[str, float]:
         """Where all steps' time went, as the first thread saw it: waiting for the others is in it."""
