@@ -143,7 +143,7 @@ def main() -> None:
 @main.command()
 @_worker_options
 @_engine_options
-@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve /metrics, /healthz and /readyz here.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve /metrics, /startupz, /healthz and /readyz here.")
 @click.option("--metrics-source", "metrics_sources", multiple=True, help="Source that is counted by name; may be repeated.")
 @click.option("--step-log", type=click.Path(dir_okay=False, path_type=Path), help="Write a JSON line a step: time, batch size, tokens, KV.")
 @click.option("--otlp-traces-endpoint", metavar="URL", help="Send a trace a request there, as OTLP over HTTP (needs headrace[otel]).")

@@ -1,7 +1,7 @@
-"""``/metrics``, ``/healthz`` and ``/readyz`` on a port of the worker's own.
+"""``/metrics``, ``/startupz``, ``/healthz`` and ``/readyz`` on a port of the worker's own.
 
-*Healthy* means that restarting the worker would not help: the engine progresses while it has work. *Ready* means that it
-takes requests. Both answer 200 or 503 with the same JSON, which names every check and says why it failed.
+*Started* means that the model is loaded. *Healthy* means that restarting the worker would not help: the engine progresses while
+it has work. *Ready* means that it takes requests. All answer 200 or 503 with the same JSON, which names every check and says why it failed.
 """
 
 from __future__ import annotations
@@ -102,23 +102,28 @@ class Wedge:
 
 
 class HealthServer:
-    """Serves the three pages from threads of its own, until `close`.
+    """Serves the pages from threads of its own, until `close`.
 
     Args:
         port: 0 takes a free one; see `port`.
-        alive, ready: checks by name, each quick (a probe waits for it) and callable from any thread. One that raises has failed.
+        started, alive, ready: checks by name, each quick (a probe waits for it) and callable from any thread. One that raises has failed.
+
+    Raises:
+        OSError: the port is taken, or not for us to take.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         *,
+        started: Mapping[str, Check],
         alive: Mapping[str, Check],
         ready: Mapping[str, Check],
         host: str = "0.0.0.0",  # noqa: S104  # scrapers and probes come from other hosts; nothing here is secret or writable
         port: int = 0,
     ) -> None:
-        pages = {"/metrics": _metrics_page(registry), "/healthz": _checks_page(alive), "/readyz": _checks_page(ready)}
+        checks = {"/startupz": started, "/healthz": alive, "/readyz": ready}
+        pages = {"/metrics": _metrics_page(registry), **{path: _checks_page(found) for path, found in checks.items()}}
         handler = type("Handler", (_Handler,), {"pages": pages})
         self._server = _Server((host, port), handler)
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="health", daemon=True)

@@ -47,11 +47,14 @@ def serve(
     """Run a worker until it is told to stop; returns the process's exit code.
 
     Args:
-        metrics_port: of ``/metrics``, ``/healthz`` and ``/readyz``; None serves none.
+        metrics_port: of ``/metrics``, ``/startupz``, ``/healthz`` and ``/readyz``; None serves none.
         metrics_sources: labels of requests that are counted by name.
         step_log: file that gets a JSON line a step.
         otlp_traces_endpoint: URL that gets a trace a request.
         options: the fields of `WorkerConfig` and `EngineConfig`; None takes the default.
+
+    Raises:
+        ValueError: an option is out of its bounds, or what it names cannot be had.
     """
     from worker.engine.config import EngineConfig
 
@@ -100,7 +103,11 @@ class StepLog:
     @classmethod
     @contextmanager
     def opened(cls, path: Path) -> Iterator[StepLog]:
-        with path.open("wb", buffering=0) as file:
+        try:
+            file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise ValueError(f"step_log cannot be written: {error.strerror}") from None
+        with file:
             yield cls(file)
 
     def write(self, step: StepSample, stats: SchedulerStats) -> None:
@@ -155,7 +162,11 @@ def _stopper(worker: Worker) -> Any:
 
 @contextmanager
 def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> Iterator[HealthServer]:
-    """Serve a worker's pages until the end of the ``with``."""
+    """Serve a worker's pages until the end of the ``with``.
+
+    Raises:
+        ValueError: the port is taken, or not for us to take.
+    """
     config, timeout_s = worker.config, _PING_TIMEOUT_S
     client = connect(config.redis_url, queue=config.queue, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
 
@@ -165,12 +176,20 @@ def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> It
     def redis_reachable() -> Finding:
         return Finding(bool(client.ping()), "answers")
 
-    server = HealthServer(
-        metrics.registry,
-        alive={"engine": worker.loop.progress.check},
-        ready={"engine": worker.loop.progress.check, "worker": serving, "redis": redis_reachable},
-        port=port,
-    )
+    def loaded() -> Finding:
+        return Finding(worker.loop.ready, "loaded" if worker.loop.ready else "loading")
+
+    engine = worker.loop.progress.check
+    try:
+        server = HealthServer(
+            metrics.registry,
+            started={"engine": engine, "model": loaded},
+            alive={"engine": engine},
+            ready={"engine": engine, "worker": serving, "redis": redis_reachable},
+            port=port,
+        )
+    except OSError as error:
+        raise ValueError(f"metrics_port {port} cannot be listened on: {error.strerror}") from None
     metrics.watch_memory(lambda kind: device_bytes(worker.loop.engine.device_name if worker.loop.ready else "cpu", kind))
     server.start()
     try:

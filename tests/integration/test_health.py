@@ -32,6 +32,7 @@ class Worker:
         self.metrics = WorkerMetrics("gpu0")
         self.server = HealthServer(
             self.metrics.registry,
+            started={"model": self.check_model},
             alive={"engine": self.progress.check},
             ready={"engine": self.progress.check, "model": self.check_model, "redis": self.check_redis, "drain": self.check_drain},
             host="127.0.0.1",
@@ -83,6 +84,14 @@ def test_loading_worker_is_healthy_but_not_ready(worker: Worker) -> None:
     assert (status, page["status"]) == (503, "failing")
     assert page["checks"]["model"] == {"ok": False, "detail": "loading"}
     assert worker.page("/healthz")[0] == 200
+
+
+def test_started_is_what_has_its_model_whatever_redis_does(worker: Worker) -> None:
+    worker.ping = lambda: Finding(False, "away")
+    assert worker.page("/startupz") == (503, {"status": "failing", "checks": {"model": {"ok": False, "detail": "loading"}}})
+    worker.loaded = True
+    assert worker.page("/startupz")[0] == 200
+    assert worker.page("/readyz")[0] == 503
 
 
 def test_draining_worker_is_healthy_but_not_ready(worker: Worker) -> None:
@@ -167,7 +176,7 @@ def test_metrics_are_served_as_text_and_as_openmetrics(worker: Worker) -> None:
 def test_head_gives_the_status_without_a_body_and_other_paths_name_the_right_ones(worker: Worker) -> None:
     assert worker.get("/healthz", method="HEAD")[::2] == (200, b"")
     status, page = worker.page("/")
-    assert (status, page["paths"]) == (404, ["/healthz", "/metrics", "/readyz"])
+    assert (status, page["paths"]) == (404, ["/healthz", "/metrics", "/readyz", "/startupz"])
 
 
 def test_a_stuck_check_holds_up_neither_other_pages_nor_the_end(worker: Worker) -> None:
@@ -191,4 +200,4 @@ def test_a_stuck_check_holds_up_neither_other_pages_nor_the_end(worker: Worker) 
 
 def test_a_taken_port_is_an_error_at_the_start(worker: Worker) -> None:
     with pytest.raises(OSError, match="in use"):
-        HealthServer(worker.metrics.registry, alive={}, ready={}, host="127.0.0.1", port=worker.server.port)
+        HealthServer(worker.metrics.registry, started={}, alive={}, ready={}, host="127.0.0.1", port=worker.server.port)

@@ -209,7 +209,29 @@ def test_device_without_memory_is_reported_and_ends_the_worker_instead_of_failin
         assert sum(handle.status() == "queued" for handle in handles) > 40 - EXHAUSTED_AFTER
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_worker_that_loads_without_redis_has_started_and_is_not_ready(queue: str) -> None:
+    settings = WorkerConfig(redis_url="redis://127.0.0.1:1/0", queue=queue)
+    may_load, metrics = threading.Event(), WorkerMetrics(settings.name)
+
+    def load(_: str) -> FakeEngine:
+        may_load.wait()
+        return FakeEngine()
+
+    worker = Worker(settings, load, metrics)
+    thread = threading.Thread(target=worker.run, daemon=True)
+    with health_pages(worker, metrics) as server:
+        starting = Scene(worker, Stoppable(), server.port)
+        thread.start()
+        assert (starting.page("/startupz")[0], starting.statuses()) == (503, (200, 503))
+        may_load.set()
+        eventually(lambda: starting.page("/startupz")[0] == 200, "it has loaded")
+        assert starting.statuses() == (200, 503)
+        worker.request_stop()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("path", ["/startupz", "/healthz", "/readyz"])
 def test_pages_are_json_that_names_every_check(server: Server, queue: str, path: str) -> None:
     with scene(server.url, queue) as worker:
         page = worker.page(path)[1]

@@ -242,7 +242,7 @@ def test_kubernetes_probes_the_three_states_and_waits_for_the_drain() -> None:
     (drain,) = DRAIN.findall(" ".join(container["args"]))
     assert pod["terminationGracePeriodSeconds"] >= int(drain) + HANDOVER_S
     paths = {probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert paths == {"startupProbe": "/readyz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    assert paths == {"startupProbe": "/startupz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
     assert f"--metrics-port={container['ports'][0]['containerPort']}" in container["args"]
     assert "replicas" not in deployment["spec"]
     assert deployment["spec"]["selector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]

@@ -1,5 +1,9 @@
 """What the options of ``headrace worker`` become."""
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +54,21 @@ def test_options_come_from_the_environment(served: dict[str, Any]) -> None:
 def test_what_cannot_be_read_is_explained(option: str, value: str, message: str, served: dict[str, Any]) -> None:
     assert message in " ".join(run(option, value).split())
     assert served == {}
+
+
+def failure(*args: str) -> str:
+    """What a worker that does not start says."""
+    done = subprocess.run([sys.executable, "-m", "worker.cli", "worker", *args], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:  # noqa: S104  # the pages are served there, too
+        port = taken.getsockname()[1]
+        assert f"Error: metrics_port {port} cannot be listened on: Address already in use\n" in failure("--metrics-port", str(port))
+
+
+def test_step_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    assert "Error: step_log cannot be written: No such file or directory\n" in failure("--step-log", str(tmp_path / "missing" / "steps"))
