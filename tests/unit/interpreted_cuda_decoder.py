@@ -10,12 +10,13 @@ from torch import Tensor
 
 from tests.paged_attention import Case, make_step, relative_error
 from tests.tiny_models import VOCAB_SIZE, tiny_model
+from worker.engine import quantization
 from worker.engine.config import EngineConfig
 from worker.engine.fused import cuda_decoder
 from worker.engine.fused.structure import recognise
 from worker.engine.model_loader import prepare_model
 from worker.engine.model_runner import ModelRunner
-from worker.engine.quantization import quantize_linears
+from worker.engine.quantization import dequantize, quantize_linears
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3")
 STEPS = (Case(query_lens=(5, 17), seq_lens=(5, 17)), Case(query_lens=(1, 4), seq_lens=(6, 21)), Case(query_lens=(1, 1), seq_lens=(7, 22)))
@@ -73,12 +74,39 @@ def test_weights_in_int8(architecture: str) -> None:
     check_steps(*make_decoder(architecture, int8=True, attention_bias=True)[:2])
 
 
+def test_weights_in_int8_are_made_numbers_a_bounded_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merged ones and the head too: a graph would keep what a whole head takes."""
+    most, sizes = 500, list[int]()
+
+    def watched(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        sizes.append(codes.numel())
+        return dequantize(codes, scale, dtype)
+
+    runner, decoder, _ = make_decoder("llama", int8=True, attention_bias=True)
+    monkeypatch.setattr(quantization, "_MOST_DEQUANTIZED", most)
+    monkeypatch.setattr(quantization, "dequantize", watched)
+    check_steps(runner, decoder)
+    assert max(sizes) <= most < decoder._head.weight.numel()
+
+
 def test_the_modules_keep_their_weights_in_the_merged_ones() -> None:
     runner, decoder, _ = make_decoder("llama")
     attention = runner._model.model.layers[0].self_attn
     merged = decoder._layers[0].qkv.weight
     assert attention.q_proj.weight.data_ptr() == merged.data_ptr()
     assert attention.k_proj.weight.data_ptr() == merged[attention.q_proj.out_features :].data_ptr()
+
+
+def test_it_computes_over_the_caches_it_was_bound_to_last() -> None:
+    runner, decoder, caches = make_decoder("llama")
+    check_steps(runner, decoder)
+    before = [k.clone() for k, _ in caches]
+    runner.cache.clear(8)
+    others = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in caches]
+    decoder.bind(others)
+    check_steps(runner, decoder)
+    assert all(torch.equal(k, kept) for (k, _), kept in zip(caches, before, strict=True))
+    assert all(k.any() for k, _ in others)
 
 
 def test_a_padded_row_writes_no_block() -> None:

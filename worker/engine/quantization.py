@@ -45,6 +45,24 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes * scale).to(dtype)
 
 
+def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """``[..., n]`` of ``[..., k]`` by a weight in int8, computed in the input's dtype.
+
+    No more than `_MOST_DEQUANTIZED` of the weight are made numbers at a time. Nothing here waits for the device.
+
+    Args:
+        codes: ``[n, k]``; scale ``[n, 1]``, bias ``[n]``.
+    """
+    num_outputs, num_inputs = codes.shape
+    out = x.new_empty(*x.shape[:-1], num_outputs)
+    rows = max(1, _MOST_DEQUANTIZED // num_inputs)
+    for start in range(0, num_outputs, rows):
+        part = slice(start, start + rows)
+        weight = dequantize(codes[part], scale[part], x.dtype)
+        out[..., part] = functional.linear(x, weight, None if bias is None else bias[part])
+    return out
+
+
 def with_scale(x: Tensor) -> Tensor:
     """Rows ``[..., D]`` quantised, each with its scale behind it: int8 ``[..., D + SCALE_BYTES]``."""
     codes, scale = quantize_rows(x)
@@ -78,14 +96,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``; no more than `_MOST_DEQUANTIZED` of the weight are made numbers at a time."""
-        out = x.new_empty(*x.shape[:-1], self.out_features)
-        rows = max(1, _MOST_DEQUANTIZED // self.in_features)
-        for start in range(0, self.out_features, rows):
-            part = slice(start, start + rows)
-            weight = dequantize(self.codes[part], self.scale[part], x.dtype)
-            out[..., part] = functional.linear(x, weight, None if self.bias is None else self.bias[part])
-        return out
+        return linear_int8(x, self.codes, self.scale, self.bias)
 
 
 Linear = nn.Linear | Int8Linear

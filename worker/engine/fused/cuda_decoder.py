@@ -20,7 +20,7 @@ from worker.engine.attention.metadata import StepMetadata
 from worker.engine.attention.triton_backend import next_power, paged_attention
 from worker.engine.fused.structure import DecoderStructure, LayerStructure, NotRecognised, recognise
 from worker.engine.fused.triton_kernels import add_norm_kernel, gated_activation_kernel, rotate_and_write_kernel
-from worker.engine.quantization import Linear, dequantize, stacked, store_weight
+from worker.engine.quantization import Linear, linear_int8, stacked, store_weight
 
 _ACTIVATION_COLUMNS = 1024
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -46,15 +46,16 @@ def fuse(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
-    """A linear layer, or several merged into one; ``scale`` is of a weight in int8, which is made into the input's dtype at each use."""
+    """A linear layer, or several merged into one; ``scale`` is of a weight in int8."""
 
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.scale is None else dequantize(self.weight, self.scale, x.dtype)
-        return linear(x, weight, self.bias)
+        if self.scale is None:
+            return linear(x, self.weight, self.bias)
+        return linear_int8(x, self.weight, self.scale, self.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
