@@ -50,6 +50,12 @@ class WorkerStatus:
     fields: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @property
+    def last_error(self) -> tuple[int, str] | None:
+        """When it last answered a request with an error, in Redis time in ms, and the error's code; None where it has not."""
+        ms, code = _optional_integer(self.fields.get("last_error_ms")), self.fields.get("last_error")
+        return (ms, code) if ms and code else None
+
+    @property
     def cache_use(self) -> float | None:
         """The part of the KV cache that requests hold, 0 to 1: cached blocks are free for the next."""
         if not self.total_blocks or self.free_blocks is None:

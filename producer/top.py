@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TextIO
 
 import click
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from producer.cli.options import open_client, queue_options
-from producer.cli.status import duration
+from producer.cli.status import duration, moment
 from producer.client import Client
 from producer.dead import DeadLetter, latest
 from producer.keys import Keys
@@ -30,6 +30,7 @@ from producer.status import QueueStatus, WorkerStatus, read_status
 
 HISTORY = 60  # samples that a sparkline shows
 LETTERS = 5
+ERRORS = 5
 PICTURE_WIDTH = 200  # columns, at most
 _BARS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"running": "green", "starting": "cyan", "draining": "yellow", "wedged": "bold red", "failed": "bold red"}
@@ -83,6 +84,8 @@ class View:
         if self.trouble:
             parts.append(Text(f"{self.trouble}; this is what was last seen", style="bold red"))
         parts += ["", self._tiers(status), "", self._workers(status)]
+        if errors := _errors(status):
+            parts += ["", errors]
         if status.dead:
             parts += ["", _letters(status, self.frame.letters)]
         return Group(*parts)
@@ -140,6 +143,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def _titled(title: str, *columns: str) -> Table:
+    """A table of what went wrong."""
+    table = _table(*columns)
+    table.title, table.title_justify, table.title_style = title, "left", "red"
+    return table
+
+
 def _cache(worker: WorkerStatus) -> tuple[RenderableType, str]:
     use = worker.cache_use
     if use is None:
@@ -147,12 +157,19 @@ def _cache(worker: WorkerStatus) -> tuple[RenderableType, str]:
     return ProgressBar(total=1.0, completed=use, width=6, complete_style="cyan", finished_style="yellow"), f"{use:4.0%}"
 
 
+def _errors(status: QueueStatus) -> Table | None:
+    """Each worker's last error, the latest first; None where there is none."""
+    errors = sorted(((*worker.last_error, worker.name) for worker in status.workers if worker.last_error), reverse=True)
+    table = _titled("last error of each worker", "when", "code", "worker")
+    for ms, code, name in errors[:ERRORS]:
+        table.add_row(moment(ms), Text(code), Text(name))
+    return table if errors else None
+
+
 def _letters(status: QueueStatus, letters: Sequence[DeadLetter]) -> Table:
-    table = _table("when", "code", "request", "worker", "~message")
-    table.title, table.title_justify, table.title_style = _counted(status.dead, "dead letter"), "left", "red"
+    table = _titled(_counted(status.dead, "dead letter"), "when", "code", "request", "worker", "~message")
     for letter in letters:
-        when = datetime.fromtimestamp(letter.ms / 1000, UTC).astimezone()
-        table.add_row(f"{when:%H:%M:%S}", letter.code, Text(letter.id), Text(letter.worker), Text(letter.message))
+        table.add_row(moment(letter.ms), letter.code, Text(letter.id), Text(letter.worker), Text(letter.message))
     return table
 
 

@@ -22,12 +22,18 @@ class Bench:
     def __init__(self, client: redis.Redis, queue: str) -> None:
         self.client = client
         self.keys = Keys(queue)
+        self.round_trips: list[float] = []
         self.view = QueueView(client, queue)
         self.one, self.two = (self.ledger(name) for name in ("one", "two"))
         Consumer(client, self.keys, "one", 1.0).ensure_groups()
 
     def ledger(self, name: str, **options: Any) -> Ledger:
-        return Ledger(self.client, self.keys, name, **{"max_attempts": 3, "reply_ttl_s": 3600, "state_ttl_s": 86400} | options)
+        return Ledger(
+            self.client,
+            self.keys,
+            name,
+            **{"max_attempts": 3, "reply_ttl_s": 3600, "state_ttl_s": 86400, "on_round_trip": self.round_trips.append} | options,
+        )
 
     def put(self, request_id: str = "x1", tier: str = "realtime", **fields: Any) -> str:
         entry: bytes = self.client.xadd(self.keys.prefix + tier, {"id": request_id, "json": BODY, **fields})

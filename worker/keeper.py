@@ -182,6 +182,7 @@ class Keeper:
         stats, now_s = self._loop.stats, time.monotonic()
         num_ahead = sum(map(self._intake.num_ahead, TIERS))
         engine = self._loop.engine if self._loop.ready else None
+        code, at_ms = self._publisher.last_error or ("", 0)
         return {
             **self._reloader.fields,  # first: a model is served before it is said to be
             "state": self._state(),
@@ -197,6 +198,8 @@ class Keeper:
             "total_blocks": stats.total_blocks,
             "tokens_per_s": round(self._rate(self._loop.num_tokens, now_s), 1),
             "requests_done": self._publisher.requests_done,
+            "last_error": code,
+            "last_error_ms": at_ms,
             "uptime_s": round(now_s - self._since_s, 1),
             "pid": os.getpid(),
             "host": socket.gethostname(),

@@ -23,13 +23,37 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from producer import __version__
-from producer.errors import BY_CODE
+from producer.errors import (
+    BatchFailed,
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    ModelUnavailable,
+    OutOfMemory,
+    Poisoned,
+)
 from producer.keys import TIERS, Tier
 from producer.wire import FinishReason
 from worker.engine.scheduler import SchedulerStats
 
 PREFIX = "headrace:"
 OTHER = "other"  # the label of a source that is not listed, and of a code that is not known
+FAILURE_CODES = tuple(  # those that a worker answers with; the others are clients' own
+    cls.code
+    for cls in (
+        InvalidRequest,
+        ContextLengthExceeded,
+        DeadlineExceeded,
+        Cancelled,
+        BatchFailed,
+        OutOfMemory,
+        Poisoned,
+        ModelUnavailable,
+        InternalError,
+    )
+)
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 BLOCK_STATES = ("free", "cached", "used")
 
@@ -198,7 +222,7 @@ class WorkerMetrics:
         self._prompt_tokens = make.counters("prompt_tokens", "Prompt tokens of the requests begun.", "tier", TIERS)
         self._generation_tokens = make.counters("generation_tokens", "Tokens generated.", "tier", TIERS)
         self._success = make.counters_by_tier("request_success", "Requests that succeeded.", "finished_reason", FINISH_REASONS)
-        self._failure = make.counters_by_tier("request_failure", "Requests answered with an error.", "code", [*BY_CODE, OTHER])
+        self._failure = make.counters_by_tier("request_failure", "Requests answered with an error.", "code", [*FAILURE_CODES, OTHER])
         named = [*dict.fromkeys([*sources, OTHER])]
         self._source_requests = make.counters("source_requests", "Requests ended, by source.", "source", named)
         self._source_tokens = make.counters("source_generation_tokens", "Tokens generated, by source.", "source", named)
@@ -218,7 +242,9 @@ class WorkerMetrics:
         self._losses = make.counter("lease_losses", "Leases found to belong to another worker.")
         self._resumes = make.counter("resumes", "Requests continued from the tokens of an earlier attempt.")
         self._saved = make.counter("resume_tokens_saved", "Tokens of earlier attempts that were not generated again.")
-        self._round_trip = make.distribution("redis_round_trip_seconds", "Round trips to Redis, blocking reads apart.", ROUND_TRIP_SECONDS)
+        self._round_trip = make.distribution(
+            "redis_round_trip_seconds", "Round trips of the ledger's scripts: begin, publish, finish, renew, hand back.", ROUND_TRIP_SECONDS
+        )
 
     def serving(self, model: str, device: str, dtype: str) -> None:
         """Say what the worker serves; called again after a reload."""
@@ -270,7 +296,7 @@ class WorkerMetrics:
         if request.finish_reason is not None:
             self._success[tier, request.finish_reason].inc()
         else:
-            self._failure[tier, request.error_code if request.error_code in BY_CODE else OTHER].inc()
+            self._failure[tier, request.error_code if request.error_code in FAILURE_CODES else OTHER].inc()
         source = request.source if request.source in self._source_requests else OTHER
         self._source_requests[source].inc()
         self._source_tokens[source].inc(request.generation_tokens)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 from redis.exceptions import ResponseError
 
-from producer.errors import HeadraceError, InternalError, error_from_code
+from producer.errors import Cancelled, HeadraceError, InternalError, error_from_code
 from producer.wire import Result
 from worker.config import WorkerConfig
 from worker.ending import log_end, result_of, sample_of
@@ -69,6 +69,7 @@ class Publisher:
         on_end: OnEnd | None = None,
     ) -> None:
         self.requests_done = 0
+        self.last_error: tuple[str, int] | None = None  # code and Redis time in ms of the last failure but cancellations
         self._on_end = on_end
         self._config = config
         self._ledger = ledger
@@ -265,14 +266,12 @@ class Publisher:
         """Whether Redis could be asked; what it refused is due again after a pause."""
         if not (frames or ending):
             return True
-        started_s = time.monotonic()
         try:
             written = self._ledger.write([frame for _, frame in frames], [_settlement(active) for active in ending])
         except TROUBLE as error:
             self._trouble.hit(error)
             return False
         self._trouble.over()
-        self._metrics.redis_round_trip(time.monotonic() - started_s)
         self._take_settled(ending, written.settled)
         self._take_positions([active for active, _ in frames], written.positions)
         return True
@@ -323,7 +322,13 @@ class Publisher:
         elif outcome == "written":
             self.requests_done += 1
             self._metrics.request_finished(sample_of(active))
+            self._note_error(active)
         self._ended(active, outcome)
+
+    def _note_error(self, active: ActiveRequest) -> None:
+        error, start = active.outcome, active.start
+        if isinstance(error, HeadraceError) and not isinstance(error, Cancelled) and start is not None:
+            self.last_error = (error.code, start.redis_ms(time.monotonic()))
 
     def _ended(self, active: ActiveRequest, became: Outcome) -> None:
         log_end(active, became, with_text=self._config.log_prompts)

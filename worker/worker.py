@@ -202,6 +202,7 @@ class Worker:
             max_attempts=config.max_attempts,
             reply_ttl_s=config.reply_ttl_s,
             state_ttl_s=config.state_ttl_s,
+            on_round_trip=self._metrics.redis_round_trip,
         )
 
     def _warn_of_eviction(self) -> None:

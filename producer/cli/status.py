@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 
 import click
 from rich.console import Console, Group
@@ -75,6 +76,10 @@ def render(current: QueueStatus) -> Group:
     """The status as tables."""
     parts: list[Table | Text] = [_tiers(current)]
     parts.append(_workers(current) if current.workers else Text("no live worker", style="yellow"))
+    for worker in current.workers:
+        if worker.last_error is not None:
+            ms, code = worker.last_error
+            parts.append(Text(f"last error of {worker.name}: {code}, {moment(ms)}", style="red"))
     if current.dead:
         parts.append(Text(f"{current.dead} dead letters", style="red"))
     return Group(*parts)
@@ -103,6 +108,12 @@ def _workers(current: QueueStatus) -> Table:
         batch = "" if worker.batch_size is None else str(worker.batch_size)
         table.add_row(Text(worker.name), Text(worker.state), Text(worker.model), batch, use, rate, up)
     return table
+
+
+def moment(ms: int) -> str:
+    """A Unix time as a clock here shows it, with the day where that is not today."""
+    when = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
+    return f"{when:%H:%M:%S}" if when.date() == datetime.now(UTC).astimezone().date() else f"{when:%Y-%m-%d %H:%M:%S}"
 
 
 def duration(seconds: float) -> str:

@@ -230,6 +230,8 @@ def test_status_counts_tiers_workers_and_dead_letters(shell: Shell, client: Clie
         "cached_blocks": 2,
         "total_blocks": 9,
         "tokens_per_s": "12.5",
+        "last_error": "BATCH_FAILED",
+        "last_error_ms": 86_400_000,
     }
     client.redis.hset(keys.worker("w1"), mapping=fields)
     client.redis.xadd(keys.dead, {"id": "x"})
@@ -247,7 +249,20 @@ def test_status_counts_tiers_workers_and_dead_letters(shell: Shell, client: Clie
     )
     run = shell("status")
     assert run.returncode == 0
-    assert all(word in run.stdout for word in (queue, "realtime", "batch", "w1", "running", "33%", "12.5", "1 dead letter"))
+    assert all(
+        word in run.stdout
+        for word in (
+            queue,
+            "realtime",
+            "batch",
+            "w1",
+            "running",
+            "33%",
+            "12.5",
+            "1 dead letter",
+            "last error of w1: BATCH_FAILED, 1970-01-0",
+        )
+    )
 
 
 def test_status_of_an_unused_queue_is_empty(shell: Shell) -> None:

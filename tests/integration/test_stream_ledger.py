@@ -73,6 +73,22 @@ def test_final_reply_acks_deletes_and_expires_in_one_go(bench: Bench) -> None:
     assert bench.view.state("x1")["status"] == "done"
 
 
+def test_every_round_trip_is_timed_whatever_it_is_for(bench: Bench) -> None:
+    bench.put("x1")
+    (delivery,) = bench.read()
+    acts: list[Callable[[], object]] = [
+        lambda: begin(bench.one, delivery),
+        lambda: publish(bench.one, delivery, 0, 1),
+        lambda: bench.one.renew([delivery]),
+        lambda: finish(bench.one, delivery),
+        lambda: bench.one.release([delivery]),
+    ]
+    for count, act in enumerate(acts, start=1):
+        act()
+        assert len(bench.round_trips) == count
+    assert min(bench.round_trips) > 0
+
+
 def test_a_call_sent_twice_writes_once(bench: Bench) -> None:
     delivery = bench.begun()
     assert [publish(bench.one, delivery, 0, 1, 2) for _ in range(2)] == [2, 2]

@@ -90,6 +90,17 @@ def test_a_worker_that_says_little_and_no_worker_at_all_are_shown() -> None:
     assert "no live worker" in text_of(view)
 
 
+def test_last_errors_of_workers_are_shown_the_latest_first() -> None:
+    def failed(name: str, ms: int) -> WorkerStatus:
+        return replace(WORKER, name=name, fields={"last_error": "OUT_OF_MEMORY", "last_error_ms": str(ms)})
+
+    view, now_ms = View(), int(time.time() * 1000)
+    view.show(Frame(replace(STATUS, workers=[failed("gpu-0", 86_400_000), failed("gpu-1", now_ms), WORKER]), []))
+    lines = [line.split() for line in text_of(view).splitlines() if "OUT_OF_MEMORY" in line]
+    assert [line[-2:] for line in lines] == [["OUT_OF_MEMORY", "gpu-1"], ["OUT_OF_MEMORY", "gpu-0"]]
+    assert lines[1][0].startswith("1970-01-0")
+
+
 def test_dead_letters_are_shown_as_they_are() -> None:
     view = View()
     view.show(Frame(replace(STATUS, dead=12), [LETTER]))

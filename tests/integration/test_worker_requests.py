@@ -360,6 +360,22 @@ class Broken(FakeDetokenizer):
         raise ZeroDivisionError(len(token_ids), finished)
 
 
+def test_heartbeat_tells_the_last_error_that_was_not_asked_for(client: Client, view: QueueView, worker: Worker) -> None:
+    def said(name: str) -> str | None:
+        return view.workers().get(worker.config.name, {}).get(name)
+
+    eventually(lambda: said("last_error") == "", "the heartbeat says that there was none")
+    failing = client.submit(FAIL, max_tokens=3)
+    assert outcome(failing) == "BATCH_FAILED"
+    cancelled = client.submit("hello", max_tokens=10_000)
+    eventually(lambda: len(worker.registry) == 1, "it runs")
+    cancelled.cancel()
+    assert outcome(cancelled) == "CANCELLED"
+    eventually(lambda: said("requests_done") == "2", "the heartbeat knows of both")
+    assert said("last_error") == "BATCH_FAILED"
+    assert int(view.state(failing.id)["started_ms"]) <= int(said("last_error_ms") or 0) < int(view.state(cancelled.id)["finished_ms"])
+
+
 def test_failure_of_any_thread_hands_everything_back_and_ends_the_worker(server: Server, queue: str, client: Client) -> None:
     config = WorkerConfig(redis_url=server.url, queue=queue, lease_s=60.0)
     failing = Worker(config, lambda _: FakeEngine(step_s=0.01))

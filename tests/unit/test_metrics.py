@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from prometheus_client import Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
+import producer
 from producer.keys import Tier
 from worker.engine.scheduler import SchedulerStats
-from worker.metrics import RequestSample, Series, WorkerMetrics
+from worker.metrics import FAILURE_CODES, RequestSample, Series, WorkerMetrics
 
 NOBODY: dict[Tier, int] = {"realtime": 0, "batch": 0}
 VLLM_NAMES = (
@@ -140,6 +143,12 @@ def test_sources_and_codes_that_nobody_listed_make_no_series(metrics: WorkerMetr
     assert value(metrics, "source_generation_tokens_total", source="other") == 200
     assert value(metrics, "source_generation_tokens_total", source="search") == 5
     assert value(metrics, "request_failure_total", tier="batch", code="other") == 100
+
+
+def test_failures_are_exported_by_the_codes_that_a_frame_may_carry() -> None:
+    page = Path(producer.__file__).with_name("PROTOCOL.md").read_text(encoding="utf-8")
+    codes = re.findall(r"^\| `([A-Z_]+)` \| (?:yes|no) \| (?!.*never in a frame)", page, re.MULTILINE)
+    assert set(FAILURE_CODES) == set(codes)
 
 
 def test_stream_events_are_counted(metrics: WorkerMetrics) -> None:

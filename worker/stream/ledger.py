@@ -7,7 +7,8 @@ the caller simply calls again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -83,10 +84,19 @@ class Ledger:
     Args:
         reply_ttl_s: lifetime of a reply since its final frame.
         state_ttl_s: that of a finished request's state, and of a reply that nobody goes on with.
+        on_round_trip: called with the length in seconds of each round trip, whatever it was for.
     """
 
     def __init__(
-        self, client: redis.Redis, keys: Keys, consumer: str, *, max_attempts: int, reply_ttl_s: float, state_ttl_s: float
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        consumer: str,
+        *,
+        max_attempts: int,
+        reply_ttl_s: float,
+        state_ttl_s: float,
+        on_round_trip: Callable[[float], None],
     ) -> None:
         self._client = client
         self._keys = keys
@@ -94,6 +104,7 @@ class Ledger:
         self._max_attempts = max_attempts
         self._reply_ttl_ms = int(reply_ttl_s * 1000)
         self._state_ttl_ms = int(state_ttl_s * 1000)
+        self._on_round_trip = on_round_trip
         self._streams = [keys.stream(tier) for tier in TIERS]
 
     def begin(self, deliveries: Sequence[Delivery]) -> list[Begun]:
@@ -109,7 +120,7 @@ class Ledger:
         return self._ask([(item, item.attempt) for item in deliveries])
 
     def _ask(self, questions: Sequence[tuple[Delivery, str | int]]) -> list[Begun]:
-        replies = run(self._client, [self._begin(item, purpose) for item, purpose in questions])
+        replies = self._timed(run, [self._begin(item, purpose) for item, purpose in questions])
         begun = []
         for (delivery, purpose), (verdict, attempt, now_ms, streamed, published, enqueued_ms, *firsts) in zip(
             questions, replies, strict=True
@@ -142,7 +153,7 @@ class Ledger:
     def write(self, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> Written:
         """Publish ``frames`` and end ``settlements`` in one round trip; what the server refuses of these keeps nothing else back."""
         calls = ([self._publish(frames)] if frames else []) + [self._finish(settlement) for settlement in settlements]
-        replies = run_each(self._client, calls) if calls else []
+        replies = self._timed(run_each, calls) if calls else []
         positions = replies.pop(0) if frames else []
         if not isinstance(positions, ResponseError):
             positions = [None if n in (_LOST, _SETTLED) else n for n in positions]
@@ -154,7 +165,7 @@ class Ledger:
 
     def _renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         args = [part for item in deliveries for part in (*self._where(item), _or_nothing(item.count))]
-        (kept,) = run(self._client, [(load("renew"), self._streams, [GROUP, self._consumer, *args])])
+        (kept,) = self._timed(run, [(load("renew"), self._streams, [GROUP, self._consumer, *args])])
         return [delivery for delivery, keeps in zip(deliveries, kept, strict=True) if not keeps]
 
     def release(self, deliveries: Sequence[Delivery], *, crashed: bool = False, to: str = "") -> int:
@@ -171,12 +182,18 @@ class Ledger:
         for item in deliveries:
             args += [*self._where(item), item.count if crashed and item.count is not None else item.count_before]
         states = [self._keys.state(item.request_id) for item in deliveries]
-        (count,) = run(self._client, [(load("release"), [*self._streams, self._keys.control, *states], args)])
+        (count,) = self._timed(run, [(load("release"), [*self._streams, self._keys.control, *states], args)])
         return int(count)
 
     def reap(self, names: Iterable[str]) -> int:
         """Remove the consumers called ``names`` that have neither a heartbeat nor anything pending; returns how many there were."""
-        return sum(run(self._client, [(load("reap"), [self._keys.worker(name), *self._streams], [GROUP, name]) for name in names]))
+        return sum(self._timed(run, [(load("reap"), [self._keys.worker(name), *self._streams], [GROUP, name]) for name in names]))
+
+    def _timed(self, execute: Callable[[redis.Redis, Sequence[Call]], list[Any]], calls: Sequence[Call]) -> list[Any]:
+        started_s = time.monotonic()
+        replies = execute(self._client, calls)
+        self._on_round_trip(time.monotonic() - started_s)
+        return replies
 
     def _where(self, delivery: Delivery) -> tuple[int, str]:
         return TIERS.index(delivery.tier) + 1, delivery.entry.id
