@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help install demo test test-gpu lint format clean
+.PHONY: help install demo test test-gpu lint format alerts clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -34,6 +34,11 @@ lint: $(READY)  ## ruff, formatting, mypy
 format: $(READY)  ## Put the code into its format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+RULE := ops/k8s/prometheusrule.yaml
+alerts:  ## Copy the alerts of ops/prometheus into the manifest for Kubernetes
+	(sed '/^spec:$$/q' $(RULE); sed -n '/^groups:/,$$p' ops/prometheus/alerts.yml | sed 's/^./  &/') > $(RULE).new
+	mv $(RULE).new $(RULE)
 
 clean:  ## Remove what the other targets made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

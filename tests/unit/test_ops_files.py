@@ -198,6 +198,33 @@ def test_dockerfile_has_both_devices_and_runs_as_nobody_special() -> None:
         assert all(f"!{name}" in ignored for name in source.split())
 
 
+def image_environment() -> dict[str, str]:
+    """What the worker's image sets, and its user's home."""
+    worker = (OPS / "Dockerfile").read_text().rpartition("FROM base AS worker\n")[2]
+    (home,) = re.findall(r"^WORKDIR (.*)$", worker, re.MULTILINE)
+    return {"HOME": home} | dict(item.split("=") for line in re.findall(r"^ENV (.*)$", worker, re.MULTILINE) for item in line.split())
+
+
+def test_everything_that_is_made_at_run_time_lies_where_a_pod_may_write() -> None:
+    pytest.importorskip("triton")
+    program = """
+from huggingface_hub import constants
+from triton import knobs
+from worker.engine.model_loader import cache_folder
+from worker.engine.native.build import _cache_directory
+for path in (constants.HF_HOME, knobs.cache.dir, cache_folder(), _cache_directory()):
+    print(path)
+"""
+    environment = image_environment()
+    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    (container,) = one("ops/k8s/worker.yaml")["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    writable = [Path(mount["mountPath"]) for mount in container["volumeMounts"] if not mount.get("readOnly")]
+    for path in (*done.stdout.splitlines(), environment["CUDA_CACHE_PATH"]):
+        assert any(Path(path).is_relative_to(folder) for folder in writable), path
+    assert Path("/tmp") in writable  # noqa: S108 - a path in the pod
+
+
 def test_package_carries_every_file_that_the_code_reads() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     carried = [*settings["package-data"]["*"], "*.py"]
@@ -255,6 +282,28 @@ def test_kubernetes_resources_select_the_worker() -> None:
     assert one("ops/k8s/podmonitor.yaml")["spec"]["selector"]["matchLabels"] == labels
     resources = {path.name for path in (OPS / "k8s").iterdir()} - {"kustomization.yaml"}
     assert set(one("ops/k8s/kustomization.yaml")["resources"]) == resources
+
+
+def test_kubernetes_alerts_are_those_of_prometheus(tmp_path: Path) -> None:
+    rule, alerts = "ops/k8s/prometheusrule.yaml", "ops/prometheus/alerts.yml"
+    assert one(rule)["spec"] == one(alerts)
+    for name in (rule, alerts, "Makefile"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run(["make", "-s", "-C", tmp_path, "alerts"], check=True)
+    assert (tmp_path / rule).read_text() == (ROOT / rule).read_text()
+
+
+def test_what_the_manifests_name_is_made_or_asked_for() -> None:
+    asked_for = (OPS / "k8s/kustomization.yaml").read_text()
+    text = "".join(path.read_text() for path in (OPS / "k8s").glob("*.yaml") if path.name != "kustomization.yaml")
+    named = set(re.findall(r"claimName: ([\w-]+)", text)) | set(re.findall(r"secretKeyRef: {name: ([\w-]+)", text))
+    assert named == {"headrace-models", "headrace-redis"}
+    assert all(name in asked_for for name in named)
+
+
+def test_kustomize_accepts_the_manifests() -> None:
+    tool("kubectl", "kustomize", "ops/k8s")
 
 
 def test_keda_follows_the_lag_of_each_tier() -> None:
