@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,10 @@ def _page(folder: Path) -> str:
 
 
 def _section(path: Path) -> Iterator[str]:
-    said: Mapping[str, Any] = json.loads(path.read_text())
+    """Nothing of a file that is no report of ours."""
+    said = _report(path)
+    if said is None:
+        return
     yield f"<h2>{escape(said['test'])}</h2>\n<p>{escape(said['about'])}</p>"
     yield "<ul>" + "".join(_check(check) for check in said["checks"]) + "</ul>"
     if said["summary"]:
@@ -57,6 +61,14 @@ def _section(path: Path) -> Iterator[str]:
     for row in said["rows"]:
         yield "<tr>" + "".join(_cell(cell) for cell in row) + "</tr>"
     yield "</table>"
+
+
+def _report(path: Path) -> Mapping[str, Any] | None:
+    try:
+        said = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and {field.name for field in fields(Report)} <= said.keys() else None
 
 
 def _cell(cell: Cell) -> str:
