@@ -67,6 +67,11 @@ class Keys:
         return f"{self.prefix}worker:{name}"
 
     @property
+    def workers(self) -> str:
+        """Sorted set of the names that live workers have, by the time in ms at which each one's hash expires unless renewed."""
+        return self.prefix + "workers"
+
+    @property
     def dead(self) -> str:
         """Stream of dead letters."""
         return self.prefix + "dead"

@@ -63,7 +63,8 @@ def record(client: redis.Redis, keys: Keys, seconds: float, on_start: Callable[[
     start_ms = _now_ms(client)
     on_start()
     time.sleep(seconds)
-    states = [state for state in _states(client, keys) if int(state["enqueued_ms"] or 0) >= start_ms]
+    found = {name: state for name, state in _states(client, keys) if int(state["enqueued_ms"] or 0) >= start_ms}
+    states = list(found.values())
     whole = [state for state in states if state["prompt_tokens"] and state["completion_tokens"]]
     first_ms = min((int(state["enqueued_ms"]) for state in whole), default=0)
     requests = sorted(
@@ -78,8 +79,9 @@ def record(client: redis.Redis, keys: Keys, seconds: float, on_start: Callable[[
     return Recording(requests, len(states) - len(whole))
 
 
-def _states(client: redis.Redis, keys: Keys) -> Iterator[dict[str, str]]:
-    names: list[Any] = []
+def _states(client: redis.Redis, keys: Keys) -> Iterator[tuple[bytes, dict[str, str]]]:
+    """Of all requests, by their keys; one may come twice, as SCAN may name it twice."""
+    names: list[bytes] = []
     for name in client.scan_iter(match=keys.state("*"), count=_SCAN_COUNT):
         names.append(name)
         if len(names) == _SCAN_COUNT:
@@ -88,12 +90,12 @@ def _states(client: redis.Redis, keys: Keys) -> Iterator[dict[str, str]]:
     yield from _read(client, names)
 
 
-def _read(client: redis.Redis, names: Sequence[Any]) -> Iterator[dict[str, str]]:
+def _read(client: redis.Redis, names: Sequence[bytes]) -> Iterator[tuple[bytes, dict[str, str]]]:
     with client.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.hmget(name, _FIELDS)
-        for values in pipeline.execute() if names else ():
-            yield {field: (value or b"").decode() for field, value in zip(_FIELDS, values, strict=True)}
+        for name, values in zip(names, pipeline.execute(), strict=True):
+            yield name, {field: (value or b"").decode() for field, value in zip(_FIELDS, values, strict=True)}
 
 
 def _now_ms(client: redis.Redis) -> int:

@@ -16,8 +16,10 @@ import pytest
 
 from producer import BatchFailed, Client, InvalidRequest
 from producer.keys import GROUP, Keys
+from producer.status import read_status
 from tests.responder import Responder, Taken, echo
 from tests.servers import Server, free_port
+from worker.stream.heartbeat import Heartbeat
 
 T_S = 30.0
 HEADRACE = (sys.executable, "-c", "from producer.cli import main; main(prog_name='headrace')")
@@ -234,6 +236,7 @@ def test_status_counts_tiers_workers_and_dead_letters(shell: Shell, client: Clie
         "last_error_ms": 86_400_000,
     }
     client.redis.hset(keys.worker("w1"), mapping=fields)
+    client.redis.zadd(keys.workers, {"w1": 1, "died": 0})
     client.redis.xadd(keys.dead, {"id": "x"})
     found = json.loads(shell("status", "--json").stdout)
     assert [(tier["tier"], tier["queued"], tier["running"]) for tier in found["tiers"]] == [("realtime", 1, 1), ("batch", 1, 0)]
@@ -263,6 +266,27 @@ def test_status_counts_tiers_workers_and_dead_letters(shell: Shell, client: Clie
             "last error of w1: BATCH_FAILED, 1970-01-0",
         )
     )
+
+
+def test_status_knows_workers_from_their_first_beat_to_their_last_without_a_search(client: Client, queue: str) -> None:
+    def searches() -> int:
+        return int(client.redis.info("commandstats").get("cmdstat_scan", {}).get("calls", 0))
+
+    def names() -> list[str]:
+        return [worker.name for worker in read_status(client.redis, queue).workers]
+
+    keys, before = Keys(queue), searches()
+    two, one = (Heartbeat(client.redis, keys, name, ttl_s=60) for name in ("two", "one"))
+    for worker in (two, one, two):
+        worker.beat({"state": "starting"})
+    assert names() == ["one", "two"]
+    client.redis.delete(keys.workers, keys.worker("one"))  # what Redis loses comes back with the next beat
+    two.beat({"state": "running"})
+    assert names() == ["two"]
+    two.stop()
+    assert names() == []
+    assert not client.redis.exists(keys.workers)
+    assert searches() == before
 
 
 def test_status_of_an_unused_queue_is_empty(shell: Shell) -> None:

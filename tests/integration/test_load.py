@@ -17,6 +17,8 @@ from click.testing import CliRunner, Result
 
 from producer import Client
 from producer.cli.group import main
+from producer.keys import Keys
+from producer.load import trace
 from producer.load.books import Remains, remains
 from tests.servers import Server
 from tests.workers import QueueView, WorkerProcess, eventually
@@ -183,6 +185,17 @@ def test_reload_tells_of_a_command_that_fails(load: Load, worker: WorkerProcess)
     run = load("reload", "--restart-command", "false", "--callers", 1, "--output-tokens", 4, "--seconds", 0.2)
     assert run.exit_code == 1
     assert "FAIL  the restart succeeds: false ended with exit code 1" in run.output
+
+
+def test_request_that_a_search_names_twice_is_recorded_once(
+    raw: redis.Redis, queue: str, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer() -> None:
+        fields = {"enqueued_ms": 10**15, "prompt_tokens": 3, "completion_tokens": 2, "tier": "batch"}
+        raw.hset(keys.state("x1"), mapping=fields)  # type: ignore[arg-type]  # dict is invariant
+
+    monkeypatch.setattr(raw, "scan_iter", lambda **_: iter([keys.state("x1").encode()] * 2))
+    assert trace.record(raw, keys, 0.0, answer) == trace.Recording([trace.TraceRequest(0, 3, 2, "batch")], 0)
 
 
 def test_what_was_recorded_can_be_replayed(load: Load, worker: WorkerProcess, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_page_lists_every_field_key_and_number() -> None:
     body = PAGE[PAGE.index("### The body") : PAGE.index("## Putting a request")]
     assert [name for name in FIELD_NAMES if f"`{name}`" not in body] == []
     keys = Keys("q")
-    fixed = (keys.stream("realtime"), keys.stream("batch"), keys.dead, keys.control, keys.admin, keys.limits)
+    fixed = (keys.stream("realtime"), keys.stream("batch"), keys.workers, keys.dead, keys.control, keys.admin, keys.limits)
     of_one = [key("x").removesuffix("x") for key in (keys.reply, keys.state, keys.worker)]
     assert [key for key in (*fixed, *of_one) if f"`{key}" not in PAGE] == []
     assert f"version {PROTOCOL_VERSION}" in PAGE

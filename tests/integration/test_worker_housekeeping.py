@@ -36,7 +36,8 @@ def test_consumers_of_50_dead_workers_are_removed_but_for_those_that_still_hold_
         with worker_thread(any_server.url, queue, lease_s=0.5) as worker:
             assert handle.result(timeout=20).attempt == 2
             eventually(lambda: view.consumers() == {worker.config.name}, "all but the live one are gone")
-        assert (view.consumers(), view.workers()) == (set(), {})
+            eventually(lambda: client.zrange(keys.workers, 0, -1) == [worker.config.name.encode()], "so are their names")
+        assert (view.consumers(), view.workers(), client.exists(keys.workers)) == (set(), {}, 0)
 
 
 def test_live_workers_without_requests_are_left_alone(server: Server, queue: str, raw: redis.Redis) -> None:

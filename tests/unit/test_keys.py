@@ -17,8 +17,8 @@ def test_every_key_of_a_queue_has_its_hash_tag() -> None:
     assert keys.reply("x1") == "headrace:{default}:reply:x1"
     assert keys.state("x1") == "headrace:{default}:state:x1"
     assert keys.worker("w") == "headrace:{default}:worker:w"
-    names = ("dead", "control", "admin", "limits")
-    assert (keys.dead, keys.control, keys.admin, keys.limits) == tuple(f"headrace:{{default}}:{name}" for name in names)
+    names = ("workers", "dead", "control", "admin", "limits")
+    assert (keys.workers, keys.dead, keys.control, keys.admin, keys.limits) == tuple(f"headrace:{{default}}:{name}" for name in names)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a:b", "a{b", "a}b", "a\n", "a\0", "é", "*", "a" * 129, 5, None, b"a"])

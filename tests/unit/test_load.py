@@ -164,6 +164,13 @@ def test_page_holds_all_tests_of_the_folder_and_nothing_from_elsewhere(tmp_path:
     assert json.loads((tmp_path / "limits.json").read_text())["ok"] is False
 
 
+@pytest.mark.parametrize("foreign", [b'{"a": 1}', b"[1]", b"{", b"\xff\xfe", b""], ids=str)
+def test_page_passes_over_what_is_no_report(tmp_path: Path, foreign: bytes) -> None:
+    (tmp_path / "foreign.json").write_bytes(foreign)
+    assert re.findall(r"<h2>(\w+)</h2>", page.write(report("ramp"), tmp_path).read_text()) == ["ramp"]
+    assert (tmp_path / "foreign.json").read_bytes() == foreign
+
+
 @pytest.mark.parametrize("style", ["line", "step", "dots", "bars"])
 def test_every_style_is_drawn(tmp_path: Path, style: str) -> None:
     series = Series("a", ["one", "two"] if style == "bars" else [1.0, 2.0], [1.0, 20.0], style)  # type: ignore[arg-type]  # a parameter

@@ -15,7 +15,7 @@ from worker.stream.scripts import load
 
 
 class Heartbeat:
-    """One worker's hash of plain fields; it expires when the worker stops writing it.
+    """One worker's hash of plain fields, and its name among the workers'; both go when the worker stops writing.
 
     Args:
         ttl_s: lifetime without a further beat.
@@ -34,11 +34,12 @@ class Heartbeat:
             seconds, microseconds = self._client.time()
             self._started_ms = seconds * 1000 + microseconds // 1000
         said = [part for item in {**fields, "started_ms": self._started_ms}.items() for part in item]
-        load("beat")(self._client, [self._keys.worker(self._name)], [self._ttl_ms, *said])
+        load("beat")(self._client, [self._keys.worker(self._name), self._keys.workers], [self._name, self._ttl_ms, *said])
 
     def stop(self) -> None:
         """The worker ends in order."""
         self._client.delete(self._keys.worker(self._name))
+        self._client.zrem(self._keys.workers, self._name)
 
     def tiers(self) -> list[TierStatus]:
         """The queue's tiers as they are now, whoever serves them."""
