@@ -164,8 +164,23 @@ def test_compose_keeps_what_was_accepted_and_waits_for_the_drain() -> None:
     for name, service in services.items():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
         for mount in service.get("volumes", ()):
-            source = mount.split(":")[0]
+            source = mount["source"] if isinstance(mount, dict) else mount.split(":")[0]
             assert not source.startswith("./ops") or (ROOT / source).exists(), mount
+
+
+def test_compose_mounts_no_folder_to_write_that_docker_would_make_as_root() -> None:
+    config = one("compose.yaml")
+    made = [
+        mount
+        for service in config["services"].values()
+        for mount in service.get("volumes", ())
+        if isinstance(mount, str) and not mount.endswith(":ro") and mount.split(":")[0] not in config["volumes"]
+    ]
+    assert made == []
+    (bulk,) = config["services"]["bulk-worker"]["volumes"]
+    assert bulk["bind"] == {"create_host_path": False}
+    (user,) = re.findall(r"\$\{HEADRACE_BULK_USER:-(.*)\}", config["services"]["bulk-worker"]["user"])
+    assert f"USER {user}\n" in (OPS / "Dockerfile").read_text()
 
 
 def test_compose_is_accepted_by_docker_compose() -> None:
