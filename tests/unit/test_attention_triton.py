@@ -9,6 +9,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,35 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
-def run_tests(*files: str, **environment: str) -> None:
+@dataclass(frozen=True)
+class Run:
+    """A run of test files in a process of its own, and where it writes."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def assert_passes(self) -> None:
+        assert self.process.wait(TIMEOUT_S) == 0, self.output.read_text()[-8000:]
+
+
+def start(output: Path, *files: str, **environment: str) -> Run:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in files)]
-    done = subprocess.run(command, check=False, env={**os.environ, **environment}, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    with output.open("wb") as file:
+        return Run(subprocess.Popen(command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT), output)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """Both at the same time: each takes minutes, and one core."""
+    folder = tmp_path_factory.mktemp("triton")
+    runs = {"compiled": start(folder / "compiled.txt", "compiled_attention_triton.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder))}
+    if interpreter_works():
+        files = ("interpreted_attention_triton.py", "interpreted_cuda_decoder.py")
+        runs["interpreted"] = start(folder / "interpreted.txt", *files, TRITON_INTERPRET="1")
+    yield runs
+    for run in runs.values():
+        run.process.kill()
+        run.process.wait()
 
 
 def interpreter_works() -> bool:
@@ -36,11 +63,11 @@ def interpreter_works() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) or np.lib.NumpyVersion(np.__version__) < "2.4.0"
 
 
-def test_kernels_in_the_interpreter_compute_what_they_should() -> None:
-    if not interpreter_works():
+def test_kernels_compile_for_cards_that_are_not_here(runs: dict[str, Run]) -> None:
+    runs["compiled"].assert_passes()
+
+
+def test_kernels_in_the_interpreter_compute_what_they_should(runs: dict[str, Run]) -> None:
+    if "interpreted" not in runs:
         pytest.skip("the interpreter of this triton needs numpy < 2.4")
-    run_tests("interpreted_attention_triton.py", "interpreted_cuda_decoder.py", TRITON_INTERPRET="1")
-
-
-def test_kernels_compile_for_cards_that_are_not_here(tmp_path: Path) -> None:
-    run_tests("compiled_attention_triton.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    runs["interpreted"].assert_passes()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from producer.sampling import SamplingParams
@@ -77,13 +77,14 @@ def kept_by_reference(logits: torch.Tensor, *, temperature: float, min_p: float,
         nucleus.append(token)
         mass += probabilities[token]
     least = logits[nucleus[-1]]
-    return set((logits >= least).nonzero()[:, 0].tolist())
+    return set(((logits >= least) & (logits > -math.inf)).nonzero()[:, 0].tolist())
 
 
 def kept_by_floor(logits: torch.Tensor, *, temperature: float, **params: Any) -> set[int]:
     params = {"temperature": temperature, **params}
     rows = SampledRows(logits[None], logits.max()[None], torch.tensor([temperature]), [SamplingParams(**params)])
-    return set((logits >= floors(rows)[0]).nonzero()[:, 0].tolist())
+    kept = (logits >= floors(rows)[0]) & (logits > -math.inf)  # what has no chance needs no filter
+    return set(kept.nonzero()[:, 0].tolist())
 
 
 @pytest.fixture(params=[1, 2])
@@ -231,6 +232,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 values = st.sampled_from([-math.inf, -20.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 2.0, 2.5, 7.0])
 
 
+@example(logits=[-math.inf, -20.0], temperature=0.4, min_p=0.0, top_k=0, top_p=1.0)
 @settings(max_examples=150, deadline=None)
 @given(
     logits=st.lists(values, min_size=2, max_size=150).filter(lambda v: max(v) > -math.inf),
