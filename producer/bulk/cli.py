@@ -126,8 +126,8 @@ def status(job_id: str | None, redis_url: str, as_json: bool) -> None:
 def cancel(job_id: str, redis_url: str) -> None:
     """Cancel a bulk job and its requests. What is written stays, as OUTPUT.part.
 
-    Prints cancelled (it had not begun), cancelling (the bulk worker that runs it, or the next one where it was interrupted,
-    cancels its requests), or finished (too late).
+    Prints cancelled (it had not begun), cancelling (the bulk worker that runs it, or the next one where it was interrupted
+    or has failed, cancels its requests), or finished (too late).
     """
     with _connected(redis_url) as connection, redis_errors():
         click.echo(bulk_jobs.cancel(connection, job_id))

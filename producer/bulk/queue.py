@@ -101,16 +101,19 @@ def cancel(connection: redis.Redis, job_id: str) -> str:
     """Cancel a job; what it has on the queue is cancelled too, what is written stays.
 
     Returns:
-        ``cancelled`` before it began, ``cancelling`` where it runs (its worker sees that within a second or two) or was interrupted
-        (the next worker withdraws what it left on the queue), ``finished`` where there was nothing to cancel any more.
+        ``cancelled`` before it began, ``cancelling`` where it runs (its worker sees that within a second or two), was interrupted or
+        has failed (the next worker withdraws what it left on the queue), ``finished`` where there was nothing to cancel any more.
     """
     job = fetch(connection, job_id)
     if _spec(job) is None:
         raise InvalidRequest(f"{job_id} is {FOREIGN}", field="id")
     status = job.get_status()
-    if status in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.CANCELED, JobStatus.STOPPED):
+    failed = status in (JobStatus.FAILED, JobStatus.STOPPED)
+    if status in (JobStatus.FINISHED, JobStatus.CANCELED) or (failed and not job.meta):
         return "finished"
     connection.hset(job.key, CANCEL_FIELD, "1")
+    if failed:
+        job.requeue()
     if status == JobStatus.STARTED or job.meta:
         return "cancelling"
     job.cancel()

@@ -360,9 +360,9 @@ def test_cancelling_a_running_job_cancels_its_requests_and_keeps_what_is_written
     assert bulk_jobs.cancel(connection, "job") == "finished"
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
-def test_cancelling_an_interrupted_job_cancels_what_it_left_on_the_queue(
-    own_server: Server, connection: redis.Redis, tmp_path: Path, ending: signal.Signals
+@pytest.mark.parametrize("ending", ["interrupted", "killed", "failed"])
+def test_cancelling_a_job_that_does_not_run_cancels_what_it_left_on_the_queue(
+    own_server: Server, connection: redis.Redis, tmp_path: Path, ending: str
 ) -> None:
     def fail_once(taken: Taken) -> None:
         if taken.request.id == "job.1":
@@ -372,13 +372,18 @@ def test_cancelling_an_interrupted_job_cancels_what_it_left_on_the_queue(
 
     held: list[Taken] = []
     spec = make_spec(tmp_path, [f"p{i}" for i in range(10)], window=3)
-    bulk_jobs.submit(connection, spec)
+    job = bulk_jobs.submit(connection, spec)
+    if ending == "failed":
+        connection.hset(job.key, "retries_left", "0")
     with Responder(own_server.url, "default", fail_once).running() as responder:
         with bulk_worker(own_server) as worker:
             await_true(lambda: len(held) == 3, "a window of requests")
-            if ending == signal.SIGTERM:
+            if ending == "interrupted":
                 worker.terminate()
                 worker.wait(DEADLINE_S)
+            elif ending == "failed":
+                os.kill(descendants(worker.pid)[1], signal.SIGKILL)
+                await_true(lambda: bulk_jobs.fetch(connection, "job").is_failed, "the job is given up")
         assert bulk_jobs.cancel(connection, "job") == "cancelling"
         with bulk_worker(own_server):
             await_true(lambda: bulk_jobs.fetch(connection, "job").is_finished, "the job's end")
