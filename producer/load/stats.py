@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times in seconds since the run began; ``token_times_s`` may be empty where an engine does not tell them."""
+    """Times in seconds since the run began; ``token_times_s`` is empty where nobody saw the tokens come one by one."""
 
     id: int
     num_prompt_tokens: int
@@ -27,12 +27,8 @@ class RequestRecord:
         self.finished_s = now_s
 
     def inter_token_s(self) -> list[float]:
-        """Gaps between tokens, or their mean once a request where single times are unknown."""
-        if len(self.token_times_s) > 1:
-            return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
-        if self.num_output_tokens > 1:
-            return [(self.finished_s - self.first_token_s) / (self.num_output_tokens - 1)]
-        return []
+        """Gaps between tokens; none where single times are unknown."""
+        return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -1,7 +1,9 @@
 import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -13,8 +15,8 @@ from producer.load.stats import RequestRecord, percentile
 from tests.tiny_engine import tiny_engine
 from tests.tiny_models import VOCAB_SIZE
 from worker.bench import cli, plots, report, workloads
-from worker.bench.compare import Results
-from worker.bench.drivers import headrace
+from worker.bench.compare import EngineSpec, Results
+from worker.bench.drivers import headrace, loop
 from worker.bench.drivers.loop import drive
 from worker.bench.records import Run, StepRecord, throughput_ratio
 from worker.bench.workloads import BenchRequest
@@ -133,17 +135,42 @@ def test_drive_records_each_token_once() -> None:
     assert all(record.first_token_s <= record.finished_s for record in records)
 
 
+def test_a_static_batch_is_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one batch runs others arrive; the next one begins at its end and does not wait for those to come."""
+    now_s = 100.0
+    requests = [BenchRequest(i, [1], 4, arrival_s) for i, arrival_s in enumerate((0.0, 0.0, 0.0, 1.5, 1.6, 9.0))]
+    batches: list[tuple[float, list[int]]] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def generate(batch: Sequence[BenchRequest]) -> None:
+        batches.append((now_s - 100.0, [request.id for request in batch]))
+        sleep(2.0)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    records = loop.in_batches(requests, 2, generate)
+    assert batches == [(0.0, [0, 1]), (2.0, [2, 3]), (4.0, [4]), (9.0, [5])]
+    assert [record.finished_s for record in records] == [2.0, 2.0, 4.0, 4.0, 6.0, 11.0]
+    assert all(record.num_output_tokens == 4 for record in records)
+
+
 def finished(identity: int, first_s: float, last_s: float, tokens: int) -> RequestRecord:
     return RequestRecord(identity, 10, 0.0, first_s, last_s, tokens)
 
 
+def streamed(identity: int, *token_times_s: float) -> RequestRecord:
+    return RequestRecord(identity, 10, 0.0, token_times_s[0], token_times_s[-1], len(token_times_s), list(token_times_s))
+
+
 def test_figures_are_those_of_the_records() -> None:
-    run = Run("x", [finished(0, 1.0, 3.0, 3), finished(1, 2.0, 4.0, 5)])
+    run = Run("x", [streamed(0, 1.0, 1.5, 3.0), streamed(1, 2.0, 2.5, 3.0, 3.5, 4.0)])
     figures = run.figures()
     assert figures["output_tokens_per_s"] == 2.0
     assert figures["ttft_ms_p50"] == 1500.0
     assert figures["e2e_ms_p50"] == 3500.0
-    assert figures["itl_ms_p50"] == 750.0
+    assert (figures["itl_ms_p50"], figures["itl_ms_p99"]) == (500.0, pytest.approx(1450.0)), "of the single gaps"
 
 
 def test_step_figures_are_weighted_by_time() -> None:
@@ -165,6 +192,7 @@ def test_step_figures_are_weighted_by_time() -> None:
 def test_what_an_engine_does_not_tell_is_left_out() -> None:
     whole_answers = Run("x", [finished(0, 3.0, 3.0, 5)], [StepRecord(1.0, 1.0, 4)])
     assert not {"kv_usage_mean", "kv_waste_mean", "idle_share", "itl_ms_p50"} & whole_answers.figures().keys()
+    assert "itl_ms_p50" not in Run("x", [finished(0, 1.0, 3.0, 5)]).figures(), "a mean over a request is no gap"
     assert "batch_size_mean" not in Run("x", [finished(0, 1.0, 3.0, 5)]).figures()
 
 
@@ -288,9 +316,24 @@ def test_engines_are_those_asked_for_in_their_order(
     assert cli._names(engines, compare_all, vllm_python) == names
 
 
+@pytest.mark.parametrize(("workload", "cached"), [("mixed", False), ("shared-prefix", True)])
+def test_prefix_caches_are_on_for_the_prefixes_that_are_shared(monkeypatch: pytest.MonkeyPatch, workload: str, cached: bool) -> None:
+    specs: list[EngineSpec] = []
+
+    def compare(given: Sequence[EngineSpec], *_: object, **__: object) -> Results:
+        specs.extend(given)
+        return results((), ())
+
+    monkeypatch.setattr(cli, "compare", compare)
+    done = CliRunner().invoke(cli.bench, ["--workload", workload, "--compare", "--vllm-python", sys.executable])
+    assert done.exit_code == 0, done.stderr
+    assert {spec.name: spec.settings["enable_prefix_caching"] for spec in specs} == dict.fromkeys(cli.ENGINES, cached)
+    assert ("prefix caches on" in done.stdout) == cached
+
+
 def test_each_engine_gets_the_dtype_that_it_computes_fast_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.engine.model_loader.computes_bfloat16", lambda _: False)
-    options = cli.bench.make_context("bench", []).params
+    options = cli.bench.make_context("bench", []).params | {"enable_prefix_caching": False}
     given = {name: cli._spec(name, options, None, []).settings["dtype"] for name in ("headrace", "queue", "naive")}
     assert given == {"headrace": "auto", "queue": "auto", "naive": "float32"}
     assert cli._device_dtype("bfloat16") == "bfloat16"

@@ -25,6 +25,7 @@ COMPARED = ("headrace", "queue", "static", "transformers", "transformers-static"
 ENGINES = (*COMPARED, "vllm")
 _WARMUP_REQUESTS = 16
 _WARMUP_TOKENS = 16
+_SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
 
 
 @click.command()
@@ -87,6 +88,7 @@ def bench(
     if plot_path is not None and not can_draw():
         raise click.UsageError("--plot needs matplotlib, which comes with headrace[demo]")
     scenarios = _scenarios(workload, options)
+    options["enable_prefix_caching"] = workload == _SHARED_PREFIX
     specs = [_spec(name, options, vllm_python, scenarios) for name in names]
     console = Console(stderr=True, highlight=False)
     results = _run(specs, scenarios, rounds, console)
@@ -152,15 +154,17 @@ def _warmup(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
 def _title(workload: str, count: int | None, scenarios: Sequence[Scenario]) -> str:
     first = scenarios[0]
     requests = f"{'' if count is None else 'the first '}{len(first.requests)} requests"
+    if workload == _SHARED_PREFIX:
+        requests += ", prefix caches on"
     if len(scenarios) > 1:
         return f"{workload}: {requests}"
     return ", ".join(filter(None, (f"{workload}: {requests}", first.label, f"{first.output_tokens} output tokens")))
 
 
 def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None, scenarios: Sequence[Scenario]) -> EngineSpec:
-    model = {key: options[key] for key in ("model", "dtype")}
+    model = {key: options[key] for key in ("model", "dtype", "enable_prefix_caching")}
     ours = {key: options[key] for key in ("quantization", "kv_dtype", "max_batch_size", "max_batch_tokens")}
-    ours |= model | {"enable_prefix_caching": False}
+    ours |= model
     match name:
         case "queue":
             return EngineSpec(name, "queue", {**ours, "kv_memory": options["kv_memory"], "callers": options["callers"]})
@@ -191,7 +195,7 @@ def _vllm_settings(options: Mapping[str, Any], scenarios: Sequence[Scenario]) ->
         "max_num_seqs": options["max_batch_size"],
         "max_model_len": longest,
         "kv_cache_memory_bytes": options["kv_memory"],
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": options["enable_prefix_caching"],
     }
 
 

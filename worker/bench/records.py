@@ -66,9 +66,9 @@ class Run:
 
     def _latencies(self) -> dict[str, float]:
         figures = latency_figures(self.records)
-        if any(record.finished_s > record.first_token_s for record in self.records):
+        if any(record.inter_token_s() for record in self.records):
             return figures
-        return {name: value for name, value in figures.items() if not name.startswith("itl")}  # answers came whole
+        return {name: value for name, value in figures.items() if not name.startswith("itl")}  # nobody saw the gaps
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

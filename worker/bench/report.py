@@ -39,7 +39,10 @@ def tables(title: str, results: Results) -> Group:
     use.title = title
     use.caption = f"medians over the rounds; ratio: output tok/s against {rows[0][1]}, round by round; {_UNKNOWN}: the engine does not tell"
     latency = _table(_LATENCY_COLUMNS, rows)
-    latency.caption = "milliseconds; TTFT, E2E: from arrival to the first and the last token; ITL: between tokens"
+    latency.caption = (
+        "milliseconds; TTFT, E2E: from arrival to the first token (of queue: until its worker had it) and to the last; "
+        f"ITL: single gaps between tokens, {_UNKNOWN} where callers see whole answers"
+    )
     return Group(use, latency)
 
 

@@ -68,18 +68,23 @@ def new_records(requests: Iterable[BenchRequest]) -> dict[int, RequestRecord]:
     return {r.id: RequestRecord(r.id, len(r.prompt_token_ids), r.arrival_s) for r in requests}
 
 
-def in_batches(requests: Sequence[BenchRequest], size: int, generate: Callable[[Sequence[BenchRequest]], None]) -> list[RequestRecord]:
-    """Static batching: ``generate`` a batch to its end, then the next; a caller has its answer when its batch ends."""
-    records = new_records(requests)
+def in_batches(requests: Iterable[BenchRequest], size: int, generate: Callable[[Sequence[BenchRequest]], None]) -> list[RequestRecord]:
+    """Static batching: ``generate`` what has arrived, at least one and at most ``size``, to its end; then again.
+
+    A caller has its answer when its batch ends.
+    """
+    waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
+    records = new_records(waiting)
     start_s = time.monotonic()
-    for first in range(0, len(requests), size):
-        batch = requests[first : first + size]
-        wait_s = max(request.arrival_s for request in batch) - (time.monotonic() - start_s)
-        time.sleep(max(0.0, wait_s))
+    while waiting:
+        time.sleep(max(0.0, waiting[0].arrival_s - (time.monotonic() - start_s)))
+        now_s = max(waiting[0].arrival_s, time.monotonic() - start_s)
+        arrived = sum(request.arrival_s <= now_s for request in waiting)
+        batch = [waiting.popleft() for _ in range(min(size, arrived))]
         generate(batch)
-        now_s = time.monotonic() - start_s
+        end_s = time.monotonic() - start_s
         for request in batch:
             record = records[request.id]
-            record.first_token_s = record.finished_s = now_s
+            record.first_token_s = record.finished_s = end_s
             record.num_output_tokens = request.max_tokens
     return list(records.values())

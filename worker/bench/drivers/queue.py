@@ -1,4 +1,8 @@
-"""Headrace as it is used: embedded Valkey, a worker process, and callers that block, a thread each."""
+"""Headrace as it is used: embedded Valkey, a worker process, and callers that block, a thread each.
+
+A blocking caller sees its answer whole. When the first token was there the worker tells, so the way back is not in that time, and there
+are no times between tokens: streams would have them, and be another path than the one that is measured.
+"""
 
 from __future__ import annotations
 

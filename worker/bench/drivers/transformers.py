@@ -20,13 +20,13 @@ _STATIC_BATCH = 32
 
 def main() -> None:
     out, options = claim_stdout(), settings()
-    mode = options.pop("mode")
+    mode, shares_prefixes = options.pop("mode"), options.pop("enable_prefix_caching")
     model = load_model(EngineConfig(**options)).model
     model.set_attn_implementation("sdpa")
     runs: dict[str, Callable[[list[BenchRequest]], list[RequestRecord]]] = {
         "naive": lambda requests: in_batches(requests, 1, lambda batch: _generate(model, batch)),
         "static": lambda requests: in_batches(requests, _STATIC_BATCH, lambda batch: _generate(model, batch)),
-        "continuous": lambda requests: _continuous(model, requests),
+        "continuous": lambda requests: _continuous(model, requests, shares_prefixes),
     }
     serve(out, lambda requests: Run(f"transformers-{mode}", runs[mode](requests)))
 
@@ -44,12 +44,14 @@ def _generate(model: Any, batch: Sequence[BenchRequest]) -> None:
         model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, pad_token_id=0)
 
 
-def _continuous(model: Any, requests: list[BenchRequest]) -> list[RequestRecord]:
-    from transformers import GenerationConfig
+def _continuous(model: Any, requests: list[BenchRequest], shares_prefixes: bool) -> list[RequestRecord]:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     records = new_records(requests)
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(r.max_tokens for r in requests))
-    with torch.inference_mode(), model.continuous_batching_context_manager(generation_config=config) as manager:
+    sharing = ContinuousBatchingConfig(allow_block_sharing=shares_prefixes)
+    serve = model.continuous_batching_context_manager(generation_config=config, continuous_batching_config=sharing)
+    with torch.inference_mode(), serve as manager:
         start_s = time.perf_counter()  # the manager's clock
         for request in sorted(requests, key=lambda request: request.arrival_s):
             time.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start_s)))
