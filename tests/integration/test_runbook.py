@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,14 +23,15 @@ from producer.cli.group import COMMANDS, main
 from producer.errors import Poisoned
 from tests.fakes import CRASH
 from tests.servers import Server
-from tests.workers import QueueView, WorkerProcess, eventually
+from tests.workers import QueueView, WorkerProcess, eventually, worker_thread
 from worker.metrics import WorkerMetrics
+from worker.service import health_pages
 
 OPS = Path(__file__).parents[2] / "ops"
 DOCUMENTS = ("runbook.md", "tuning.md")
 FENCE = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 CHANGING = ("headrace dead replay", "headrace dead purge")
-NEEDS_A_HOST = ("curl", "journalctl")  # that has the worker's port, or systemd
+EXCEPTED = ("journalctl",)  # the runbook says so itself: it needs a host with systemd
 
 
 def commands(name: str) -> list[str]:
@@ -129,6 +131,16 @@ def test_headrace_command_takes_the_dead_letter_away(command: str, tmp_path: Pat
         assert raw.xlen(client.keys.dead) == 0
 
 
+@pytest.mark.parametrize("command", [command for command in commands("runbook.md") if command.startswith("curl")])
+def test_health_page_is_fetched(in_use: InUse, command: str, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl on this machine")
+    with worker_thread(f"redis://127.0.0.1:{in_use.port}/0", "pages") as worker, health_pages(worker, WorkerMetrics("w")) as pages:
+        eventually(lambda: worker.state == "running", "it serves")
+        result = in_use.shell(command.replace("9100", str(pages.port)), tmp_path)
+    assert (result.returncode, json.loads(result.stdout)["status"]) == (0, "ok"), result.stderr
+
+
 def test_first_look_shows_what_the_runbook_says_it_does(in_use: InUse, tmp_path: Path) -> None:
     if shutil.which("redis-cli") is None:
         pytest.skip("no redis-cli on this machine")
@@ -157,9 +169,11 @@ def test_line_of_the_crontab_submits_a_job_a_night(in_use: InUse, tmp_path: Path
 
 
 def test_every_command_line_of_the_documents_is_known_here() -> None:
-    known = ("redis-cli", "headrace", "rq ", *NEEDS_A_HOST)
+    known = ("redis-cli", "headrace", "rq ", "curl", *EXCEPTED)
     assert [command for name in DOCUMENTS for command in commands(name) if not command.startswith(known)] == []
     assert len(REDIS_COMMANDS) > 20
+    said = " ".join((OPS / "runbook.md").read_text().split())
+    assert all(f"`{name}` excepted" in said for name in EXCEPTED)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
