@@ -221,3 +221,21 @@ def test_the_engine_runs_ahead_on_the_device() -> None:
         outputs.append([item.output_token_ids for item in requests])
     assert [len(tokens) for tokens in outputs[0]] == [5 + 3 * i for i in range(8)]
     assert outputs[0] == outputs[1]
+
+
+def test_a_lent_cache_leaves_the_device_and_changes_no_output() -> None:
+    loaded = prepare_model(tiny_model("llama").cuda(), tiny_engine.byte_tokenizer(), "tiny")
+    engine = tiny_engine.tiny_engine(loaded, num_blocks=20_000)
+
+    def outputs() -> list[list[int]]:
+        requests = [tiny_engine.request(f"r{i}", range(1, 4 + 9 * i), 5 + 3 * i) for i in range(8)]
+        tiny_engine.run(engine, requests)
+        return [item.output_token_ids for item in requests]
+
+    expected, cache_bytes = outputs(), sum(tensor.nbytes for pair in engine._runner.cache.layers for tensor in pair)
+    captured, free_before = engine._runner._graphs is not None, torch.cuda.mem_get_info()[0]
+    engine.release_cache()
+    assert torch.cuda.mem_get_info()[0] - free_before >= 0.9 * cache_bytes, "given back to the driver, where another engine looks"
+    engine.restore_cache()
+    assert (engine._runner._graphs is not None) == captured
+    assert outputs() == expected
