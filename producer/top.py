@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TextIO
+from pathlib import Path
 
 import click
 import redis
@@ -206,16 +206,23 @@ def picture(view: View) -> str:
     return console.export_svg(title="headrace top")
 
 
+def _check_folder(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
+    if path is not None and not path.parent.is_dir():
+        raise click.BadParameter(f"{path}: there is no such folder")
+    return path
+
+
 @click.command()
 @queue_options
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between two looks.")
 @click.option("--count", type=click.IntRange(1), help="End after so many looks.")
 @click.option(
     "--svg",
-    type=click.File("w", encoding="utf-8", atomic=True, lazy=False),
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_check_folder,
     help="At the end write the screen, with its courses, as a picture.",
 )
-def top(redis_url: str, queue: str, interval: float, count: int | None, svg: TextIO | None) -> None:
+def top(redis_url: str, queue: str, interval: float, count: int | None, svg: Path | None) -> None:
     """Watch a queue: tiers, workers, batches, KV caches, tokens a second, dead letters. Ctrl-C ends it."""
     view = View()
     with open_client(redis_url, queue) as client:
@@ -223,7 +230,7 @@ def top(redis_url: str, queue: str, interval: float, count: int | None, svg: Tex
             _watch(view, client, interval, count)
         finally:
             if svg is not None:
-                svg.write(picture(view))
+                svg.write_text(picture(view), encoding="utf-8")
 
 
 def _watch(view: View, client: Client, interval_s: float, count: int | None) -> None:

@@ -86,7 +86,7 @@ def submit(connection: redis.Redis, spec: BulkSpec, at: datetime | None = None) 
             "failure_ttl": FAILURE_TTL_S,
             "retry": Retry(max=MAX_CRASHES),
         }
-        return queue.enqueue(FUNCTION, **options) if at is None else queue.enqueue_at(at, FUNCTION, **options)
+        return queue.enqueue(FUNCTION, **options) if at is None else queue.enqueue_at(at.astimezone(), FUNCTION, **options)
 
 
 def fetch(connection: redis.Redis, job_id: str) -> Job:
@@ -177,8 +177,10 @@ class BulkWorker(Worker):
     def run_maintenance_tasks(self) -> None:
         """Besides rq's own, once in ``lease_s``: one worker at a time puts on the queue what is due."""
         self._clock.acquire_locks()
-        self._clock.enqueue_scheduled_jobs()
-        self._clock.release_locks()
+        try:
+            self._clock.enqueue_scheduled_jobs()
+        finally:
+            self._clock.release_locks()
         super().run_maintenance_tasks()  # type: ignore[no-untyped-call]  # untyped in rq
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002 - rq's signature

@@ -589,7 +589,7 @@ def test_job_for_later_waits_for_its_time(own_server: Server, connection: redis.
         await_true((tmp_path / "soon.jsonl").exists, "the output of the job whose time comes")
     assert {item.id: item.status for item in bulk_jobs.jobs(connection)}["later"] == "scheduled"
     assert bulk_jobs.cancel(connection, "later") == "cancelled"
-    assert not connection.keys("rq:scheduler*")
+    assert not connection.keys("rq:scheduler:*")  # no process of rq's own
 
 
 def test_due_job_runs_behind_a_sentinel(own_server: Server, tmp_path: Path) -> None:

@@ -146,6 +146,14 @@ def test_picture_that_cannot_be_written_is_told_before_the_first_look(server: Se
     assert "top.svg" in result.output
 
 
+def test_command_that_fails_leaves_the_picture_of_before(tmp_path: Path) -> None:
+    picture = tmp_path / "top.svg"
+    picture.write_text("of before")
+    result = CliRunner().invoke(main, ["top", "--redis", "nonsense://", "--count", "1", "--svg", str(picture)])
+    assert result.exit_code == 2
+    assert picture.read_text() == "of before"
+
+
 def test_command_draws_on_a_terminal_and_ends_with_ctrl_c(server: Server, queue: str, tmp_path: Path) -> None:
     picture = tmp_path / "top.svg"
     controller, terminal = pty.openpty()
