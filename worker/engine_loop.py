@@ -220,7 +220,7 @@ class EngineLoop:
         with self._turned:
             self.stats = stats
             self._room = {tier: engine.room(tier) for tier in TIERS}
-            if self._inbox:
+            if any(not isinstance(item, str) for item in self._inbox):
                 self.progress.work_arrived()
             self.num_turns += 1
             self._turned.notify_all()

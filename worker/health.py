@@ -83,7 +83,7 @@ class Progress:
 
 
 class Wedge:
-    """How long the engine has been seen wedged, by looks that follow one another. What lies between two looks counts for at most
+    """How long the engine has been seen wedged, from the first look that found it so. What lies between two looks counts for at most
     ``longest_gap_s``: a process that was stopped for an hour has not been wedged for one.
     """
 
@@ -92,12 +92,14 @@ class Wedge:
         self._clock = clock
         self._looked_s = clock()
         self._seconds = 0.0
+        self._was_wedged = False
 
     def look(self, wedged: bool) -> float:
         """Note what is so now; returns the seconds."""
         now_s = self._clock()
-        self._seconds = self._seconds + min(now_s - self._looked_s, self._longest_gap_s) if wedged else 0.0
-        self._looked_s = now_s
+        gap_s = min(now_s - self._looked_s, self._longest_gap_s) if self._was_wedged else 0.0
+        self._seconds = self._seconds + gap_s if wedged else 0.0
+        self._looked_s, self._was_wedged = now_s, wedged
         return self._seconds
 
 

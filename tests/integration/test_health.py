@@ -141,7 +141,7 @@ def test_wedge_is_measured_by_looks_and_not_by_a_time_in_which_the_process_was_s
     for gap_s, wedged in ((0.5, False), (0.5, True), (0.5, True), (3600.0, True), (0.5, False), (0.5, True)):
         clock.now += gap_s
         seen.append(wedge.look(wedged))
-    assert seen == [0.0, 0.5, 1.0, 2.0, 0.0, 0.5]
+    assert seen == [0.0, 0.0, 0.5, 1.5, 0.0, 0.0]
 
 
 def test_idle_engine_stays_healthy_however_long(worker: Worker) -> None:

@@ -106,6 +106,30 @@ def test_a_step_is_measured_with_its_own_tokens_and_with_what_the_device_waited_
     assert [sample.idle_seconds for sample in samples] == pytest.approx([0.0, 0.05, 0.05, 0.05])
 
 
+@pytest.mark.parametrize("how", ["stop token", "abort"])
+def test_time_without_requests_is_no_idleness(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    engine = make_engine(run_ahead=True)
+    clock_s = [0.0]
+    monkeypatch.setattr(run_ahead.time, "monotonic", lambda: clock_s[0])
+    first = make_request(0, max_tokens=20, **GREEDY)
+    run(make_engine(run_ahead=False), [free := make_request(0, max_tokens=20, **GREEDY)])
+    if how == "stop token":
+        first = make_request(0, max_tokens=20, stop_token_ids=[free.output_token_ids[3]], **GREEDY)
+        run(engine, [first])
+    else:
+        engine.add(first)
+        for _ in range(3):
+            engine.step()
+        engine.abort(first.id)
+    clock_s[0] += 3600.0
+    engine.add(make_request(1, max_tokens=3, **GREEDY))
+    while engine.has_work():
+        engine.step()
+        assert engine.last_step is not None
+        assert engine.last_step.idle_seconds == 0.0
+    assert_idle(engine)
+
+
 def test_a_request_that_ends_early_is_dropped_from_the_step_that_was_launched() -> None:
     free = make_request(0, max_tokens=30, **GREEDY)
     run(make_engine(run_ahead=False), [free])

@@ -172,6 +172,20 @@ def test_batch_ends_behind_endless_realtime_however_slow_steps_are(batch_floor: 
     assert all(request.status is RequestStatus.FINISHED for request in requests)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_every_step_progresses_however_few_the_blocks_are(seed: int) -> None:
+    rng = random.Random(seed)
+    config = replace(CONFIG, max_batch_size=8, max_batch_tokens=16, block_size=2, batch_overcommit=3.0, batch_floor=rng.choice([0.0, 0.1]))
+    sim = Simulation(config, rng.choice([12, 16, 24]), step_s=lambda num_tokens: 0.03 * (1 + num_tokens))
+    for _ in range(400):
+        if rng.random() < 0.3 and len(sim.live) < 16:
+            sim.add(
+                make_request(rng.randint(1, 4), rng.randint(1, 4)) if rng.random() < 0.3 else batch(rng.randint(1, 8), rng.randint(1, 12))
+            )
+        assert sim.step().chunks or not sim.scheduler.has_work(), "work, but no progress"
+    sim.run()
+
+
 def test_static_batches_are_not_held_back() -> None:
     sim = simulation(replace(CONFIG, policy="static"))
     sim.now_s = 1.0

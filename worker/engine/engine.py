@@ -124,6 +124,7 @@ class Engine:
         if request is not None:
             self._ended_early = [output for output in self._ended_early if output.request is not request]
             self._end(request)
+            self._rest()
 
     def step(self) -> list[StepOutput]:
         """Run one step.
@@ -143,6 +144,7 @@ class Engine:
             outputs += self._collect()
         elif not outputs:
             time.sleep(min(_PAUSE_S, self._scheduler.wait_s()))
+        self._rest()
         return outputs
 
     def has_work(self) -> bool:
@@ -276,6 +278,11 @@ class Engine:
         self._idle_since_s = None
         return self._update_all(pending.chunks, results)
 
+    def _rest(self) -> None:
+        """Where nobody is left, read what was launched for nobody: the time until somebody comes is not the device's idleness."""
+        if not self._requests:
+            self._collect()
+
     def _update_all(self, chunks: Sequence[ScheduledChunk], results: Sequence[Sampled | None]) -> list[StepOutput]:
         self._exhaustion.over()
         return [output for chunk, sampled in zip(chunks, results, strict=True) if (output := self._update(chunk, sampled))]
@@ -288,13 +295,13 @@ class Engine:
         if is_fatal(error, self._loaded.device):
             raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
         log.warning("step failed", batch_size=len(plan.chunks), error=type(error).__name__)
+        if is_out_of_memory(error):
+            release_memory(self._loaded.device)
         if len(plan.chunks) == 1:
             log_culprit(plan.chunks[0].request.id, error)
             self._exhaustion.hit(error)
             failure = as_request_error(error)
             return [self._fail(plan.chunks[0].request, failure.code, failure.message)]
-        if is_out_of_memory(error):
-            release_memory(self._loaded.device)
         middle = len(plan.chunks) // 2
         return self._run(StepPlan(plan.chunks[:middle])) + self._run(StepPlan(plan.chunks[middle:]))
 

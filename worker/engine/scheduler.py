@@ -266,13 +266,16 @@ class Scheduler:
 
         They take turns where not all are; who sits a step out keeps its blocks.
         """
-        tokens = self.pace.batch_tokens(self.config.max_batch_tokens - step.budget)
-        decodes = [chunk for chunk in step.turns if chunk.request.status is RequestStatus.RUNNING]
-        held = self.pace.take_turns([chunk.request for chunk in decodes], min(tokens, step.budget))
-        decodes = [chunk for chunk in decodes if chunk.request not in held]
-        self._add_decodes(step, decodes)
-        step.batch_budget = max(tokens - len(decodes), 0)
-        return len(decodes)
+        tokens, others = self.pace.batch_tokens(self.config.max_batch_tokens - step.budget), len(step.decodes)
+        waiting = step.turns
+        while (left := min(tokens - len(step.decodes) + others, step.budget)) > 0 and waiting:
+            waiting = [chunk for chunk in waiting if chunk.request.status is RequestStatus.RUNNING]
+            held = self.pace.take_turns([chunk.request for chunk in waiting], left)
+            self._add_decodes(step, [chunk for chunk in waiting if chunk.request not in held])
+            waiting = [chunk for chunk in waiting if chunk.request in held]  # whoever was preempted leaves a turn to them
+        num_decodes = len(step.decodes) - others
+        step.batch_budget = max(tokens - num_decodes, 0)
+        return num_decodes
 
     def _add_decodes(self, step: Step, decodes: list[ScheduledChunk]) -> None:
         size, others = self._block_size, len(step.decodes)
