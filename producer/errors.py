@@ -162,6 +162,8 @@ BY_CODE: dict[str, type[HeadraceError]] = {
     )
 }
 
+CLIENTS_OWN = frozenset((QueueFull, WaitTimeout, ReplyExpired, UnknownRequest, RedisUnavailable))  # no worker ever answers with these
+
 
 def error_from_code(code: str, message: str, *, retryable: bool = False, **details: Any) -> HeadraceError:
     """Build the typed error for a wire code; an unknown code becomes `HeadraceError` itself, with that code and ``retryable``."""

@@ -23,37 +23,14 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from producer import __version__
-from producer.errors import (
-    BatchFailed,
-    Cancelled,
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    ModelUnavailable,
-    OutOfMemory,
-    Poisoned,
-)
+from producer.errors import BY_CODE, CLIENTS_OWN
 from producer.keys import TIERS, Tier
 from producer.wire import FinishReason
 from worker.engine.scheduler import SchedulerStats
 
 PREFIX = "headrace:"
 OTHER = "other"  # the label of a source that is not listed, and of a code that is not known
-FAILURE_CODES = tuple(  # those that a worker answers with; the others are clients' own
-    cls.code
-    for cls in (
-        InvalidRequest,
-        ContextLengthExceeded,
-        DeadlineExceeded,
-        Cancelled,
-        BatchFailed,
-        OutOfMemory,
-        Poisoned,
-        ModelUnavailable,
-        InternalError,
-    )
-)
+FAILURE_CODES = tuple(code for code, cls in BY_CODE.items() if cls not in CLIENTS_OWN)
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 BLOCK_STATES = ("free", "cached", "used")
 
@@ -311,10 +288,10 @@ class WorkerMetrics:
 
     def redis(self, *, up: bool) -> None:
         """Show whether Redis serves the worker; where not, what is on the queue is not known, and shown as NaN."""
-        self._redis_up.set(up)
         if not up:
             for tier in TIERS:
                 self.queue(tier, depth=math.nan, pending=math.nan, oldest_age_seconds=math.nan)
+        self._redis_up.set(up)  # last: whoever sees it down finds no figures of before
 
     def queue(self, tier: Tier, *, depth: float, pending: float, oldest_age_seconds: float) -> None:
         """Show a tier's stream as the worker last saw it; every worker of the queue shows the same."""

@@ -101,20 +101,20 @@ class ActiveRequest:
     @property
     def queue_ms(self) -> float | None:
         """From enqueueing to its first step, or, where it is `resumed`, to when a worker first began it; None before."""
-        if self.start is None:
-            return None
-        if self.resumed and self.delivery.started_ms is not None:
-            return float(max(0, self.delivery.started_ms - self.start.enqueued_ms))
-        return None if self.first_step_s is None else self.start.since_enqueued_ms(self.first_step_s)
+        return self._since_enqueued_ms(self.delivery.started_ms, self.first_step_s)
 
     @property
     def ttft_ms(self) -> float | None:
         """From enqueueing to its first token, whichever attempt that came from; None before."""
+        return self._since_enqueued_ms(self.delivery.first_token_ms, self.first_token_s)
+
+    def _since_enqueued_ms(self, earlier_ms: int | None, at_s: float | None) -> float | None:
+        """From enqueueing to what an earlier attempt came to at the Redis time ``earlier_ms``, where it is `resumed`, else to ``at_s``."""
         if self.start is None:
             return None
-        if self.resumed and self.delivery.first_token_ms is not None:
-            return float(max(0, self.delivery.first_token_ms - self.start.enqueued_ms))
-        return None if self.first_token_s is None else self.start.since_enqueued_ms(self.first_token_s)
+        if self.resumed and earlier_ms is not None:
+            return float(max(0, earlier_ms - self.start.enqueued_ms))
+        return None if at_s is None else self.start.since_enqueued_ms(at_s)
 
     @property
     def transcript(self) -> Transcript | None:
