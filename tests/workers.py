@@ -20,7 +20,7 @@ from producer.keys import GROUP, TIERS, Keys
 from tests.fakes import FakeEngine
 from worker.config import WorkerConfig
 from worker.output import OnEnd
-from worker.reload import LoadModel
+from worker.reload import CheckModel, LoadModel
 from worker.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -43,11 +43,13 @@ def worker_thread(
     engine: FakeEngine | None = None,
     load: LoadModel | None = None,
     on_end: OnEnd | None = None,
+    check_model: CheckModel = lambda _: None,
     **config: Any,
 ) -> Iterator[Worker]:
     """A worker in this process, with ``engine`` or what ``load`` makes; drained at the end."""
     settings = WorkerConfig(redis_url=url, queue=queue, **{"lease_s": 2.0, "drain_s": 5.0} | config)
-    worker = Worker(settings, load or (lambda model: engine if engine is not None else FakeEngine(model)), on_end=on_end)
+    make = load or (lambda model: engine if engine is not None else FakeEngine(model))
+    worker = Worker(settings, make, on_end=on_end, check_model=check_model)
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(worker.run()), daemon=True)
     thread.start()

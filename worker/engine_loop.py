@@ -191,7 +191,7 @@ class EngineLoop:
         try:
             self._engine = swap.load()
         except Exception as error:  # whatever is wrong with the new model, the old one can serve
-            swap.failure = error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
+            swap.failure = reason_of(error)
         gc.collect()  # a model holds itself in cycles, and its memory is wanted
         self.engine.restore_cache()
         self._look(self.engine)
@@ -224,6 +224,11 @@ class EngineLoop:
                 self.progress.work_arrived()
             self.num_turns += 1
             self._turned.notify_all()
+
+
+def reason_of(error: Exception) -> str:
+    """Why a model is not served, for operators."""
+    return error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
 
 
 def _ignore(_: list[StepOutput] | Refusal) -> None:

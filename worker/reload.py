@@ -11,9 +11,11 @@ import structlog
 
 from worker.core import Core
 from worker.engine_api import EngineLike
+from worker.engine_loop import reason_of
 from worker.intake import Intake
 
 LoadModel = Callable[[str], EngineLike]
+CheckModel = Callable[[str], None]
 
 log = structlog.get_logger("headrace.worker")
 
@@ -29,19 +31,31 @@ class Reload:
 class Reloader:
     """Carries out one order at a time, in the thread that calls `run`.
 
-    Fetching stops, what runs is finished for as long as a drain may take, and the rest is handed back; then the engine's
-    thread loads the new model beside the weights of the old one, which goes on serving where that fails. Queued requests wait meanwhile.
+    A model that ``check`` refuses changes nothing. Else fetching stops, what runs is finished for as long as a drain may take, and the
+    rest is handed back; then the engine's thread loads the new model beside the weights of the old one, which goes on serving where
+    that fails. Queued requests wait meanwhile.
 
     Args:
+        check: raises where the model of a name cannot be loaded, as far as that can be told while another serves.
         load: makes an engine with the model of a name; '' names the worker's own. Called in the engine's thread.
         over: whether the worker is to end, which ends a reload as well.
         wake: has `run` called once more soon, by the thread that calls it.
     """
 
-    def __init__(self, core: Core, intake: Intake, load: LoadModel, *, over: Callable[[], bool], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        intake: Intake,
+        *,
+        check: CheckModel,
+        load: LoadModel,
+        over: Callable[[], bool],
+        wake: Callable[[], None],
+    ) -> None:
         self.active = False
         self._core = core
         self._intake = intake
+        self._check = check
         self._load = load
         self._over = over
         self._wake = wake
@@ -66,17 +80,32 @@ class Reloader:
             order = self._asked.get_nowait()
         except Empty:
             return False
-        self.active = True
         model = order.model or self._model
         log.info("reloading", model=model or "its own")
+        if refusal := self._refusal(model):
+            self._fail(model, refusal)
+        else:
+            self._exchange(model)
+        if not self._over():
+            self._done_id = order.id or self._done_id
+        return True
+
+    def _refusal(self, model: str) -> str:
+        """Why ``model`` would not load; '' where nothing speaks against it."""
+        try:
+            self._check(model)
+        except Exception as error:  # as in the engine's thread: the old model can serve
+            return reason_of(error)
+        return ""
+
+    def _exchange(self, model: str) -> None:
+        self.active = True
         self._intake.pause()
         self._empty()
         if not self._over():
             self._swap(model)
-            self._done_id = order.id or self._done_id
         self.active = False
         self._intake.resume()
-        return True
 
     def _empty(self) -> None:
         """Finish what runs, for as long as there is time, and hand the rest back."""
@@ -92,15 +121,18 @@ class Reloader:
         self._await(swap.done.is_set)
         if not swap.done.is_set():
             return
-        self._error = swap.failure
         blocks = {"blocks": loop.stats.total_blocks, "blocks_before": blocks_before}
         if swap.failure:
-            log.error("model could not be loaded, the old one goes on serving", model=model, error=swap.failure, **blocks)
+            self._fail(model, swap.failure, **blocks)
             return
-        self._model = model
+        self._model, self._error = model, ""
         engine = loop.engine
         self._core.metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
         log.info("reloaded", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **blocks)
+
+    def _fail(self, model: str, reason: str, **blocks: int) -> None:
+        self._error = reason
+        log.error("model could not be loaded, the old one goes on serving", model=model, error=reason, **blocks)
 
     def _await(self, condition: Callable[[], bool]) -> None:
         while not (condition() or self._over()):

@@ -62,10 +62,18 @@ def serve(
     config = WorkerConfig(**_fields_of(WorkerConfig, options))
     engine_config = EngineConfig(**_fields_of(EngineConfig, options))
 
+    def config_of(model: str) -> EngineConfig:
+        return replace(engine_config, model=model) if model else engine_config
+
     def load_engine(model: str) -> EngineLike:
         from worker.engine.engine import Engine
 
-        return Engine(replace(engine_config, model=model) if model else engine_config)
+        return Engine(config_of(model))
+
+    def check(model: str) -> None:
+        from worker.engine.model_loader import check_model
+
+        check_model(config_of(model))
 
     metrics = WorkerMetrics(config.name, metrics_sources)
     with ExitStack() as stack:
@@ -77,6 +85,7 @@ def serve(
             metrics,
             on_step=steps.write if steps is not None else None,
             on_end=tracer.record if tracer is not None else None,
+            check_model=check,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stopper(worker))

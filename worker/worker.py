@@ -29,7 +29,7 @@ from worker.keeper import Keeper
 from worker.metrics import WorkerMetrics
 from worker.output import OnEnd, Publisher
 from worker.registry import Registry
-from worker.reload import LoadModel, Reload, Reloader
+from worker.reload import CheckModel, LoadModel, Reload, Reloader
 from worker.stream.consumer import Consumer
 from worker.stream.control import Control
 from worker.stream.heartbeat import Heartbeat, eviction_policy
@@ -51,6 +51,7 @@ class Worker:
         metrics: where to count; None makes a registry of its own.
         on_step: called after each step with what the scheduler holds then, in the engine's thread; must not block.
         on_end: called after each request's end, and with what became of its reply, in the publisher's thread; must not block.
+        check_model: raises where a reload to the model of a name is sure to fail; called while another model serves.
 
     Example::
 
@@ -66,6 +67,7 @@ class Worker:
         metrics: WorkerMetrics | None = None,
         on_step: OnStep | None = None,
         on_end: OnEnd | None = None,
+        check_model: CheckModel = lambda _: None,
     ) -> None:
         self.config = config
         self.registry = Registry()
@@ -84,7 +86,7 @@ class Worker:
         self._publisher = Publisher(config, self._guard, self._ledger(), self.registry, self.loop, outage, self._metrics, on_end)
         core = Core(config, self._guard, self.registry, self.loop, self._publisher, outage, self._metrics)
         self._intake = Intake(core, Consumer(self._client, self._keys, config.name, config.lease_s), self._ledger())
-        self._reloader = Reloader(core, self._intake, load_engine, over=self._over, wake=self._wake)
+        self._reloader = Reloader(core, self._intake, check=check_model, load=load_engine, over=self._over, wake=self._wake)
         self._heartbeat = Heartbeat(self._client, self._keys, config.name, BEATS_MISSED * max(1.0, config.lease_s / 3))
         control = Control(self._client, self._keys)
         self._keeper = Keeper(

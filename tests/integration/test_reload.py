@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from producer import Client
 from producer.cli.group import main
 from producer.codec import decode_error, decode_frame, encode_chunk, encode_frame
+from producer.errors import ModelUnavailable
 from producer.wire import Chunk, Frame
 from tests.fakes import UNLOADABLE, FakeEngine, expected_tokens
 from tests.servers import Server
@@ -97,6 +98,31 @@ def test_unloadable_model_leaves_the_old_one_serving(worker: WorkerProcess, clie
     assert "unloadable" in view.workers()["w1"]["reload_error"]
     assert headrace("--model", "second").exit_code == 0
     assert view.workers()["w1"]["reload_error"] == ""
+
+
+def test_model_that_is_refused_at_a_look_disturbs_nobody(server: Server, queue: str, client: Client, view: QueueView) -> None:
+    """What runs goes on, and nothing is loaded: the cache stays with who serves."""
+    loaded: list[str] = []
+
+    def load(model: str) -> FakeEngine:
+        loaded.append(model)
+        return FakeEngine(step_s=0.002)
+
+    def check(model: str) -> None:
+        raise ModelUnavailable(f"model {model}: no such folder")
+
+    with capture_logs() as logs, worker_thread(server.url, queue, load=load, check_model=check) as worker:
+        handle = client.submit("hello", max_tokens=90_000, stream=True)
+        chunks = handle.stream(timeout=30)
+        next(chunks)
+        worker.request_reload(Reload("gone", "1-0"))
+        eventually(lambda: view.workers()[worker.config.name]["reload"] == "1-0", "told")
+        assert view.workers()[worker.config.name]["reload_error"] == "model gone: no such folder"
+        next(chunks)
+        assert worker.state == "running"
+        handle.cancel()
+    assert loaded == [""]
+    assert [line["error"] for line in logs if line["log_level"] == "error"] == ["model gone: no such folder"]
 
 
 def test_sighup_loads_the_served_model_anew(
@@ -185,6 +211,8 @@ def test_a_real_model_takes_the_place_of_another(
         assert headrace("--model", str(tmp_path / "second")).output == "w1: serves second\n"
         after = client.submit_and_wait("a mill", max_tokens=64, temperature=0, ignore_eos=True, timeout=60)
         assert headrace("--model", str(tmp_path / "third")).exit_code == 1
+        assert "no such folder" in view.workers()["w1"]["reload_error"]
+        assert view.workers()["w1"]["cached_blocks"] != "0"
         results = [handle.result(timeout=60) for handle in before]
         assert {result.model for result in results} <= {"first", "second"}
         assert after.model == "second"

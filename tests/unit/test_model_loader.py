@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -20,7 +21,7 @@ from producer.errors import ModelUnavailable
 from tests.tiny_models import tiny_model
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
-from worker.engine.model_loader import choose_device, choose_dtype, load_model, local_model_path, prepare_model, runs_natively
+from worker.engine.model_loader import check_model, choose_device, choose_dtype, load_model, local_model_path, prepare_model, runs_natively
 from worker.engine.quantization import Int8Linear
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -228,3 +229,56 @@ def test_without_bfloat16_instructions_it_is_taken_where_our_kernels_run_the_mod
     device = torch.device("cpu")
     natively = runs_natively(EngineConfig(**settings), device, [architecture])
     assert choose_dtype("auto", device, natively=natively) == dtype
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def of_an_encoder(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+
+
+def with_dynamic_rope(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def with_a_shard_too_few(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def copied_half(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES = (without_config, of_an_encoder, with_dynamic_rope, without_tokenizer, without_weights, with_a_shard_too_few, copied_half)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_cannot_be_loaded_is_refused_without_loading_it(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    with pytest.raises(ModelUnavailable):
+        check_model(EngineConfig(model=str(folder)))
+
+
+def test_what_can_be_loaded_passes_the_check(folder: Path, gguf_file: Path, cache: Path) -> None:
+    check_model(EngineConfig(model=str(folder)))
+    check_model(EngineConfig(model=str(gguf_file)))
+    assert not cache.exists(), "nothing is converted by looking"
+    load_model(EngineConfig(model=str(gguf_file)))
+    check_model(EngineConfig(model=str(gguf_file)))
+    for missing in (folder / "none", gguf_file.with_name("none.gguf")):
+        with pytest.raises(ModelUnavailable, match="no such"):
+            check_model(EngineConfig(model=str(missing)))

@@ -16,7 +16,6 @@ from typing import Any
 
 import structlog
 
-from producer.errors import ModelUnavailable
 from producer.keys import Tier
 from producer.sampling import SamplingParams
 from producer.wire import FinishReason, GenerateRequest, Result
@@ -25,7 +24,7 @@ from worker.engine.config import EngineConfig
 from worker.engine.detokenizer import Detokenizer
 from worker.engine.failures import Exhaustion, FatalDeviceError, as_request_error, is_fatal, is_out_of_memory, log_culprit, release_memory
 from worker.engine.inputs import InputProcessor, ModelLimits
-from worker.engine.model_loader import LoadedModel, load_model
+from worker.engine.model_loader import LoadedModel, check_tokenizer, load_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.offline import run_to_end
 from worker.engine.request import Request, RequestStatus, Sampled, ScheduledChunk, StepOutput, StepPlan
@@ -364,8 +363,7 @@ def _unfinished(plan: StepPlan) -> StepPlan:
 
 
 def _make_inputs(loaded: LoadedModel, seed: int) -> InputProcessor:
-    if not getattr(loaded.tokenizer, "is_fast", False):
-        raise ModelUnavailable(f"model {loaded.name} has no tokenizer in Rust (tokenizer.json), which detokenising needs")
+    check_tokenizer(loaded.tokenizer, loaded.name)
     limits = ModelLimits(max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids, seed=seed)
     grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids) if structured.is_available() else None
     return InputProcessor(loaded.tokenizer, limits, grammars)

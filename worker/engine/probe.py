@@ -56,16 +56,32 @@ def check_config(config: Any) -> None:
             raise _refusal(config, f"{rope_type} RoPE is not known to depend on the position alone")
 
 
-def check_class(model: Any) -> None:
+def check_architecture(config: Any, *, trust_remote_code: bool = False) -> None:
+    """Refuse by the class that transformers makes of a configuration. A class of the model's own code is seen once it is loaded.
+
+    Raises:
+        ModelUnavailable: the message says why.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if trust_remote_code and getattr(config, "auto_map", None):
+        return
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in classes:
+        raise _refusal(config, "transformers makes no causal language model of it")
+    check_class(classes[type(config)], config)
+
+
+def check_class(model_class: type, config: Any) -> None:
     """Refuse by what the model's class says.
 
     Raises:
         ModelUnavailable: the message says why.
     """
-    if getattr(model, "_is_stateful", False):
-        raise _refusal(model.config, "it keeps a recurrent state, which the KV cache does not hold")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise _refusal(model.config, "its attention does not go through transformers' AttentionInterface")
+    if getattr(model_class, "_is_stateful", False):
+        raise _refusal(config, "it keeps a recurrent state, which the KV cache does not hold")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise _refusal(config, "its attention does not go through transformers' AttentionInterface")
 
 
 def _rope_types(config: Any) -> set[str]:
