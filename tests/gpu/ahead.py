@@ -34,7 +34,7 @@ class AheadLoop(Loop):
         pending, self.pending = self.pending, None
         if pending is None:
             return
-        for chunk, sampled in zip(pending.chunks, pending.result(), strict=True):
+        for chunk, sampled in zip(pending.plan.chunks, pending.result(), strict=True):
             request = chunk.request
             if sampled is None or request.status is RequestStatus.FINISHED:
                 continue

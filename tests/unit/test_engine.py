@@ -16,7 +16,7 @@ from producer.wire import GenerateRequest
 from tests.tiny_engine import EOS, RAISING, assert_idle, byte_tokenizer, loaded_model, raising_model, request, run, tiny_engine
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.engine import Engine
-from worker.engine.failures import FatalDeviceError
+from worker.engine.failures import EXHAUSTED_AFTER, FatalDeviceError
 from worker.engine.model_loader import prepare_model
 from worker.engine.request import Request, StepPlan
 
@@ -239,6 +239,16 @@ def test_requests_too_large_for_the_device_are_no_end_of_it_while_others_succeed
         outputs = run(engine, [request(f"large{round_}{i}", [i], 5) for i in range(7)])
         assert {output.error_code for (output,) in outputs.values()} == {"OUT_OF_MEMORY"}
         assert run(engine, [request("small", [1], 2)])["small"][-1].finish_reason == "length"
+
+
+def test_requests_larger_than_all_that_succeeded_are_no_end_of_the_device_however_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(max_batch_tokens=256)
+    run(engine, [request("small", [1] * 60, 2)])
+    fail_steps(engine, monkeypatch, OUT_OF_MEMORY, lambda _: True)
+    outputs = run(engine, [request(f"large{i}", [i] * 100, 5) for i in range(3 * EXHAUSTED_AFTER)])
+    assert {output.error_code for (output,) in outputs.values()} == {"OUT_OF_MEMORY"}
+    with pytest.raises(FatalDeviceError, match="out of memory"):
+        run(engine, [request(f"as before{i}", [i] * 60, 5) for i in range(EXHAUSTED_AFTER)])
 
 
 def test_a_row_of_nan_fails_alone_and_its_blocks_can_be_used_again(poisoned: Any, expected: dict[str, list[int]]) -> None:

@@ -234,7 +234,7 @@ class Engine:
         idle_s = start_s - self._idle_since_s if self._idle_since_s is not None else 0.0
         outputs = self._run(plan)
         end_s = time.monotonic()
-        self._note(plan.chunks, end_s - start_s, idle_s)
+        self._note(plan, end_s - start_s, idle_s)
         self._idle_since_s = end_s if self._requests else None
         return outputs
 
@@ -244,7 +244,7 @@ class Engine:
         except Exception as error:
             return self._isolate(plan, error)
         self._scheduler.advance(plan)
-        return self._update_all(plan.chunks, results)
+        return self._update_all(plan, results)
 
     def _run_ahead(self, plan: StepPlan, ahead: RunAhead) -> list[StepOutput]:
         """Launch the step, and only then read the tokens of the one before it."""
@@ -273,18 +273,18 @@ class Engine:
             results = pending.result()
         except RuntimeError as error:  # what fails behind a launch has failed on the device
             raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
-        self._note(pending.chunks, pending.seconds, pending.idle_seconds)
+        self._note(pending.plan, pending.seconds, pending.idle_seconds)
         self._idle_since_s = None
-        return self._update_all(pending.chunks, results)
+        return self._update_all(pending.plan, results)
 
     def _rest(self) -> None:
         """Where nobody is left, read what was launched for nobody: the time until somebody comes is not the device's idleness."""
         if not self._requests:
             self._collect()
 
-    def _update_all(self, chunks: Sequence[ScheduledChunk], results: Sequence[Sampled | None]) -> list[StepOutput]:
-        self._exhaustion.over()
-        return [output for chunk, sampled in zip(chunks, results, strict=True) if (output := self._update(chunk, sampled))]
+    def _update_all(self, plan: StepPlan, results: Sequence[Sampled | None]) -> list[StepOutput]:
+        self._exhaustion.over(plan)
+        return [output for chunk, sampled in zip(plan.chunks, results, strict=True) if (output := self._update(chunk, sampled))]
 
     def _isolate(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
         """Run the halves of a failed step, until what makes it fail is alone; only that is ended. A device without memory ends all.
@@ -298,7 +298,7 @@ class Engine:
             release_memory(self._loaded.device)
         if len(plan.chunks) == 1:
             log_culprit(plan.chunks[0].request.id, error)
-            self._exhaustion.hit(error)
+            self._exhaustion.hit(plan, error)
             failure = as_request_error(error)
             return [self._fail(plan.chunks[0].request, failure.code, failure.message)]
         middle = len(plan.chunks) // 2
@@ -338,8 +338,8 @@ class Engine:
             self._scheduler.finish(request)
             self._siblings.ended(request)
 
-    def _note(self, chunks: Sequence[ScheduledChunk], seconds: float, idle_s: float) -> None:
-        self.last_step = step = StepSample(seconds, idle_s, len(chunks), sum(chunk.num_tokens for chunk in chunks))
+    def _note(self, plan: StepPlan, seconds: float, idle_s: float) -> None:
+        self.last_step = step = StepSample(seconds, idle_s, len(plan.chunks), plan.num_tokens)
         self._scheduler.pace.cost.observe(step.num_tokens, seconds + idle_s)
 
 

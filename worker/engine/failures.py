@@ -8,8 +8,10 @@ import structlog
 import torch
 
 from producer.errors import BatchFailed, HeadraceError, InternalError, OutOfMemory
+from worker.engine.request import StepPlan
 
 EXHAUSTED_AFTER = 8
+TOKENS_OF_LOAD = 32  # that the model computes at once when it is probed at load (`worker.engine.probe`)
 
 log = structlog.get_logger("headrace.engine")
 
@@ -19,24 +21,33 @@ class FatalDeviceError(InternalError):
 
 
 class Exhaustion:
-    """Tells a device that has no memory left from requests that want too much of it: it fails one after the other, each alone in its
-    step, and nothing succeeds between.
+    """Tells a device that has no memory left from requests that want too much of it.
+
+    A request that runs out of memory alone in its step speaks against the device where there was memory for as much before: steps of as
+    many tokens, and of as long a context, have succeeded. When `EXHAUSTED_AFTER` such fail one after the other and nothing
+    succeeds between, the device has lost memory that it had. Larger ones may each want too much, however many come: they do not count.
     """
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
+        self._most_tokens = self._longest_context = TOKENS_OF_LOAD
 
-    def over(self) -> None:
+    def over(self, plan: StepPlan) -> None:
         """A step succeeded."""
         self._num_in_a_row = 0
+        self._most_tokens = max(self._most_tokens, plan.num_tokens)
+        self._longest_context = max(self._longest_context, plan.longest_context)
 
-    def hit(self, error: Exception) -> None:
+    def hit(self, plan: StepPlan, error: Exception) -> None:
         """A request failed alone in its step.
 
         Raises:
             FatalDeviceError: it was the one too many that ran out of memory.
         """
-        self._num_in_a_row = self._num_in_a_row + 1 if is_out_of_memory(error) else 0
+        if not is_out_of_memory(error):
+            self._num_in_a_row = 0
+        elif plan.num_tokens <= self._most_tokens and plan.longest_context <= self._longest_context:
+            self._num_in_a_row += 1
         if self._num_in_a_row >= EXHAUSTED_AFTER:
             raise FatalDeviceError(f"out of memory: {self._num_in_a_row} requests in a row, each alone in its step") from error
 

@@ -170,6 +170,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of one request that a token of the step attends to."""
+        return max((chunk.start + chunk.num_tokens for chunk in self.chunks), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from worker.engine.device_sampler import DeviceTokens, is_device_sampled, sample_on_device, to_device
 from worker.engine.input_batch import InputBatch, StepInputs
-from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, Sampled, ScheduledChunk, StepPlan
+from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, Sampled, StepPlan
 from worker.engine.sampler import FAILED
 
 Forward = Callable[[StepInputs, Tensor], Tensor]
@@ -49,7 +49,7 @@ class PendingStep:
     """A step that was launched, and whose tokens are on their way to the host.
 
     Args:
-        sampled: of the chunks, those that yield a token; row i of ``tokens`` is of chunk ``sampled[i]``.
+        sampled: of the plan's chunks, those that yield a token; row i of ``tokens`` is of chunk ``sampled[i]``.
         begun: before its first work.
         behind: the step that the device works on before it; None where it may have had nothing to do.
 
@@ -58,12 +58,10 @@ class PendingStep:
         seconds, idle_seconds: what it took, and how long the device did nothing before it; known with its result.
     """
 
-    def __init__(
-        self, chunks: Sequence[ScheduledChunk], sampled: Sequence[int], tokens: DeviceTokens, begun: Moment, behind: PendingStep | None
-    ) -> None:
+    def __init__(self, plan: StepPlan, sampled: Sequence[int], tokens: DeviceTokens, begun: Moment, behind: PendingStep | None) -> None:
         self.token_ids = tokens.token_ids
-        self.row_of: dict[Request, int] = {chunks[i].request: row for row, i in enumerate(sampled)}
-        self.chunks = chunks
+        self.row_of: dict[Request, int] = {plan.chunks[i].request: row for row, i in enumerate(sampled)}
+        self.plan = plan
         self.seconds = self.idle_seconds = 0.0
         self._read = torch.where(tokens.good, tokens.token_ids, UNKNOWN_TOKEN).to("cpu", non_blocking=True)
         self._begun = begun
@@ -85,7 +83,7 @@ class PendingStep:
             if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]:
                 request.output_token_ids.pop()
         token_ids = self._read.tolist()
-        rows = [self.row_of.get(chunk.request) for chunk in self.chunks]
+        rows = [self.row_of.get(chunk.request) for chunk in self.plan.chunks]
         return [None if row is None else FAILED if token_ids[row] == UNKNOWN_TOKEN else Sampled(token_ids[row]) for row in rows]
 
 
@@ -119,7 +117,7 @@ class RunAhead:
         begun = Moment(inputs.input_ids.device)
         _carry(behind, inputs.input_ids[0], requests, ends)
         logits = self._forward(inputs, to_device(ends, torch.int64, inputs.input_ids.device))
-        return PendingStep(chunks, sampled, sample_on_device(logits, requests), begun, behind)
+        return PendingStep(plan, sampled, sample_on_device(logits, requests), begun, behind)
 
 
 def _carry(behind: PendingStep | None, input_ids: Tensor, requests: Sequence[Request], ends: Sequence[int]) -> None:
