@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from producer.bulk import queue as bulk_jobs
-from producer.bulk.job import URL_VARIABLE
+from producer.bulk.job import LEASE_VARIABLE, URL_VARIABLE
 from producer.bulk.queue import BulkWorker, JobView
 from producer.bulk.spec import ORDERS, BulkSpec, check_job_id
 from producer.cli.options import queue_options, redis_errors
@@ -101,6 +101,7 @@ def submit(
 def worker(redis_url: str, name: str | None, lease_s: int, burst: bool) -> None:
     """Work off bulk jobs, one at a time. SIGTERM puts the running one back, to go on where it was."""
     os.environ[URL_VARIABLE] = redis_url
+    os.environ[LEASE_VARIABLE] = str(lease_s)
     with _connected(redis_url) as connection, redis_errors():
         BulkWorker(connection, name=name, lease_s=lease_s).work(burst=burst)
 

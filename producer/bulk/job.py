@@ -7,22 +7,25 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from redis import RedisError
 from rq import get_current_job
-from rq.job import Job
+from rq.job import Job, JobStatus
 
 from producer.aio import AsyncClient
 from producer.bulk.files import OutputFiles, read_lines
+from producer.bulk.lease import RunLease
 from producer.bulk.runner import BulkRunner
 from producer.bulk.spec import BulkSpec
 from producer.core import DEFAULT_URL
 from producer.errors import InvalidRequest
 
 URL_VARIABLE = "HEADRACE_REDIS"  # not among the job's arguments: it may hold a password
+LEASE_VARIABLE = "HEADRACE_BULK_LEASE_S"  # the worker's ``--lease``, for the runs in its processes
+LEASE_S = 30.0
 CANCEL_FIELD = "headrace_cancel"  # of the rq job's hash
 TICK_S = 1.0
 PATIENCE_S = 600.0
@@ -58,7 +61,7 @@ class Progress:
     errors: str | None
 
 
-def run(spec: dict[str, Any]) -> dict[str, Any]:
+def run(spec: dict[str, Any]) -> dict[str, Any] | None:
     """Run a bulk job inside an rq worker; returns its `Progress` at the end.
 
     Raises:
@@ -68,7 +71,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     job = get_current_job()
     assert job is not None, "called by rq alone"
     try:
-        return asdict(asyncio.run(_Run(job, BulkSpec.from_json(spec)).run()))
+        progress = asyncio.run(_run(job, BulkSpec.from_json(spec)))
+        return asdict(progress) if progress is not None else job.return_value(refresh=True)
     except (InvalidRequest, FileNotFoundError):
         job.retries_left = 0
         raise
@@ -77,87 +81,128 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         raise
 
 
-class _Run:
-    """A run: the runner, and beside it a tick a second that saves the progress and looks for reasons to stop."""
+async def _run(job: Job, spec: BulkSpec) -> Progress | None:
+    url = os.environ.get(URL_VARIABLE, DEFAULT_URL)
+    async with AsyncClient(url, queue=spec.queue, patience_s=PATIENCE_S) as client:
+        files = OutputFiles(spec)
+        return await _Run(job, spec, files, BulkRunner(client, spec, files)).run()
 
-    def __init__(self, job: Job, spec: BulkSpec) -> None:
+
+class _Run:
+    """A run: the runner, and beside it a tick a second that renews the lease, saves the progress and looks for reasons to stop.
+
+    rq may put a job on its queue twice: a run that was cut off puts its own back when it finds that it is to stop, and the workers
+    that took it for dead have done so before. Whichever run comes second waits for the lease of the first.
+    """
+
+    def __init__(self, job: Job, spec: BulkSpec, files: OutputFiles, runner: BulkRunner) -> None:
         self._job = job
         self._spec = spec
+        self._files = files
+        self._runner = runner
+        self._lease = RunLease(job.connection, job.id, float(os.environ.get(LEASE_VARIABLE, LEASE_S)))
         self._parent = os.getppid()
         self._started_s = time.monotonic()
         self._state: State = "running"
+        self._begun = False
+        self._total = self._resumed = 0
 
-    async def run(self) -> Progress:
-        total = sum(1 for _ in read_lines(self._spec.input))
-        url = os.environ.get(URL_VARIABLE, DEFAULT_URL)
-        with OutputFiles(self._spec) as files:
-            resumed = len(files.done)
-            async with AsyncClient(url, queue=self._spec.queue, patience_s=PATIENCE_S) as client:
-                runner = BulkRunner(client, self._spec, files)
-
-                def progress() -> Progress:
-                    return self._progress(files, runner, total, resumed)
-
-                await self._run_ticking(runner, progress)
-            await self._save(replace(progress(), in_flight=0))
-            if self._state == "interrupted":
-                raise Interrupted
-            if self._state == "done":
-                files.finish()
-            return replace(progress(), in_flight=0)
-
-    async def _run_ticking(self, runner: BulkRunner, progress: Callable[[], Progress]) -> None:
+    async def run(self) -> Progress | None:
+        """None where another run, which was waited for, has finished the job."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._interrupt, runner)
-        await self._save(progress())  # it has begun: from here on `queue.cancel` leaves its requests to the last run
-        await self._heed_cancel(runner)
-        ticker = asyncio.create_task(_every(TICK_S, lambda: self._tick(runner, progress)))
+        loop.add_signal_handler(signal.SIGTERM, self._interrupt)
         try:
-            if await runner.run():
-                self._state = "done"
-            elif self._state == "cancelled":
-                await runner.withdraw()
+            while not await self._lease.take():
+                await self._wait()
+            try:
+                return await self._run_alone() if not await self._is_finished() else None
+            finally:
+                await self._lease.release()
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    async def _wait(self) -> None:
+        self._heed_parent()
+        if self._state == "interrupted":
+            raise Interrupted
+        await asyncio.sleep(TICK_S)
+
+    async def _is_finished(self) -> bool:
+        return await asyncio.to_thread(self._job.get_status) == JobStatus.FINISHED
+
+    async def _run_alone(self) -> Progress:
+        ticker = asyncio.create_task(_every(TICK_S, self._tick))
+        try:
+            self._total = await asyncio.to_thread(_count_lines, self._spec.input)
+            with ExitStack() as stack:
+                await asyncio.to_thread(stack.enter_context, self._files)
+                self._resumed = len(self._files.done)
+                return await self._answer_lines()
         finally:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
-            loop.remove_signal_handler(signal.SIGTERM)
 
-    async def _tick(self, runner: BulkRunner, progress: Callable[[], Progress]) -> None:
+    async def _answer_lines(self) -> Progress:
+        await self._save()  # it has begun: from here on `queue.cancel` leaves its requests to the last run
+        self._begun = True
+        await self._heed_cancel()
+        if await self._runner.run():
+            self._state = "done"
+        elif self._state == "cancelled":
+            await self._runner.withdraw()
+        await self._save(in_flight=0)
+        if self._state == "interrupted":
+            raise Interrupted
+        if self._state == "done":
+            self._files.finish()
+        return self._progress(in_flight=0)
+
+    async def _tick(self) -> None:
         """What Redis does not take now waits for the next tick. A parent that an outage has ended is missed in spite of it."""
-        if os.getppid() != self._parent:
-            self._interrupt(runner)
-            return
+        self._heed_parent()
         with suppress(RedisError):
-            await self._save(progress())
-            await self._heed_cancel(runner)
+            if not await self._lease.renew():
+                self._interrupt()
+            if self._begun and self._state == "running":
+                await self._save()
+                await self._heed_cancel()
 
-    async def _heed_cancel(self, runner: BulkRunner) -> None:
+    def _heed_parent(self) -> None:
+        if os.getppid() != self._parent:
+            self._interrupt()
+
+    async def _heed_cancel(self) -> None:
         if await asyncio.to_thread(self._job.connection.hexists, self._job.key, CANCEL_FIELD):
             self._state = "cancelled"
-            runner.stop()
+            self._runner.stop()
 
-    def _interrupt(self, runner: BulkRunner) -> None:
+    def _interrupt(self) -> None:
         self._state = "interrupted"
-        runner.stop()
+        self._runner.stop()
 
-    async def _save(self, progress: Progress) -> None:
-        self._job.meta = asdict(progress)
+    async def _save(self, in_flight: int | None = None) -> None:
+        self._job.meta = asdict(self._progress(in_flight))
         await asyncio.to_thread(self._job.save_meta)
 
-    def _progress(self, files: OutputFiles, runner: BulkRunner, total: int, resumed: int) -> Progress:
+    def _progress(self, in_flight: int | None = None) -> Progress:
+        files = self._files
         return Progress(
             state=self._state,
-            total=total,
+            total=self._total,
             succeeded=files.succeeded,
             failed=files.failed,
-            resumed=resumed,
-            in_flight=runner.in_flight,
+            resumed=self._resumed,
+            in_flight=self._runner.in_flight if in_flight is None else in_flight,
             prompt_tokens=files.usage.prompt_tokens,
             completion_tokens=files.usage.completion_tokens,
             seconds=round(time.monotonic() - self._started_s, 3),
             output=self._spec.output,
             errors=self._spec.errors if files.failed else None,
         )
+
+
+def _count_lines(path: str) -> int:
+    return sum(1 for _ in read_lines(path))
 
 
 async def _every(seconds: float, action: Callable[[], Awaitable[None]]) -> None:

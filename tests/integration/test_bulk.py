@@ -28,6 +28,7 @@ from producer.bulk import queue as bulk_jobs
 from producer.bulk.cli import bulk
 from producer.bulk.files import OutputFiles
 from producer.bulk.job import run
+from producer.bulk.lease import RunLease
 from producer.bulk.runner import BulkRunner
 from producer.bulk.spec import BulkSpec
 from producer.errors import BatchFailed, Cancelled, InvalidRequest, UnknownRequest
@@ -337,6 +338,63 @@ def test_horse_whose_worker_alone_was_killed_gives_the_files_up(own_server: Serv
         with bulk_worker(own_server):
             await_true(Path(spec.output).exists, "the output")
     assert [record["text"] for record in records(spec.output)] == ["a", "b"]
+
+
+def test_job_that_is_on_the_queue_twice_is_run_by_one_worker_and_the_other_waits(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, ["a", "b"])
+    job = bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", held.append).running() as responder, bulk_worker(own_server, "--name", "first"):
+        await_true(lambda: len(held) == 2, "requests in flight")
+        bulk_jobs.bulk_queue(connection).enqueue_job(job)
+        with bulk_worker(own_server, "--name", "second", "--burst") as second:
+            await_true(lambda: bulk_jobs.fetch(connection, "job").worker_name == "second", "the second run")
+            for taken in held:
+                echo(taken)
+            assert second.wait(DEADLINE_S) == 0
+    assert [record["text"] for record in records(spec.output)] == ["a", "b"]
+    assert len(responder.seen) == 2
+    ended = bulk_jobs.fetch(connection, "job")
+    assert ended.is_finished
+    assert (ended.return_value()["succeeded"], ended.return_value()["resumed"]) == (2, 0)
+
+
+def test_run_that_was_silent_for_too_long_leaves_the_job_to_whoever_has_it_now(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, ["a", "b"])
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", held.append).running() as responder, bulk_worker(own_server):
+        await_true(lambda: len(held) == 2, "requests in flight")
+        connection.set("rq:headrace-bulk:run:job", "another run's")
+        await_true(lambda: progress(connection)["state"] == "interrupted", "it stops")
+        assert is_free(spec.output + ".part")
+        for taken in held:
+            echo(taken)
+        connection.delete("rq:headrace-bulk:run:job")
+        await_true(Path(spec.output).exists, "the output")
+    assert [record["text"] for record in records(spec.output)] == ["a", "b"]
+    assert len(responder.seen) == 2
+
+
+async def test_lease_of_a_run_is_kept_while_it_is_renewed_and_taken_again_where_redis_lost_it(connection: redis.Redis) -> None:
+    first, second = (RunLease(connection, "job", 30.0) for _ in range(2))
+    assert await first.take()
+    assert not await second.take()
+    assert await first.renew()
+    connection.flushall()
+    assert await first.renew()
+    connection.flushall()
+    assert await second.take()
+    assert not await first.renew()
+    await first.release()
+    assert await second.renew()
+    await second.release()
+    while not await first.take():
+        await asyncio.sleep(0.05)
 
 
 def test_cancelling_a_running_job_cancels_its_requests_and_keeps_what_is_written(
