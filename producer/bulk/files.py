@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -22,6 +23,32 @@ from producer.wire import Usage
 
 LOCK_TIMEOUT_S = 60.0
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How far an input goes.
+
+    Attributes:
+        total: lines that are not blank.
+        last: number of the last of them.
+    """
+
+    total: int = 0
+    last: int = 0
+
+    @property
+    def num_blank(self) -> int:
+        """Blank lines before the last that is not."""
+        return self.last - self.total
+
+    @classmethod
+    def of(cls, path: str) -> Extent:
+        """Read a file through, as `read_lines` does."""
+        total = last = 0
+        for last, _ in read_lines(path):  # noqa: B007 - the last one counts
+            total += 1
+        return cls(total, last)
 
 
 def read_lines(path: str) -> Iterator[tuple[int, str | None]]:

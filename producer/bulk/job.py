@@ -16,7 +16,7 @@ from rq import get_current_job
 from rq.job import Job, JobStatus
 
 from producer.aio import AsyncClient
-from producer.bulk.files import OutputFiles, read_lines
+from producer.bulk.files import Extent, OutputFiles
 from producer.bulk.lease import RunLease
 from producer.bulk.runner import BulkRunner
 from producer.bulk.spec import BulkSpec
@@ -42,7 +42,7 @@ class Progress:
     """How far a job is; kept in the rq job's ``meta``, and its result in the end.
 
     Attributes:
-        total: lines that are not blank.
+        total: lines that are not blank; ``last_line`` is the number of the last of them.
         resumed: of those done, how many earlier runs did.
         in_flight: requests on the queue.
         seconds: that this run has taken.
@@ -50,6 +50,7 @@ class Progress:
 
     state: State
     total: int
+    last_line: int
     succeeded: int
     failed: int
     resumed: int
@@ -105,7 +106,8 @@ class _Run:
         self._started_s = time.monotonic()
         self._state: State = "running"
         self._begun = False
-        self._total = self._resumed = 0
+        self._extent = Extent()
+        self._resumed = 0
 
     async def run(self) -> Progress | None:
         """None where another run, which was waited for, has finished the job."""
@@ -133,7 +135,8 @@ class _Run:
     async def _run_alone(self) -> Progress:
         ticker = asyncio.create_task(_every(TICK_S, self._tick))
         try:
-            self._total = await asyncio.to_thread(_count_lines, self._spec.input)
+            await self._heed_cancel()
+            self._extent = await self._measure()
             with ExitStack() as stack:
                 await asyncio.to_thread(stack.enter_context, self._files)
                 self._resumed = len(self._files.done)
@@ -142,6 +145,13 @@ class _Run:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
 
+    async def _measure(self) -> Extent:
+        """A job that is cancelled sends nothing more: earlier runs know how far its input went, be it gone since."""
+        if self._state != "cancelled":
+            return await asyncio.to_thread(Extent.of, self._spec.input)
+        total = self._job.meta.get("total", 0)
+        return Extent(total, self._job.meta.get("last_line", total))
+
     async def _answer_lines(self) -> Progress:
         await self._save()  # it has begun: from here on `queue.cancel` leaves its requests to the last run
         self._begun = True
@@ -149,7 +159,7 @@ class _Run:
         if await self._runner.run():
             self._state = "done"
         elif self._state == "cancelled":
-            await self._runner.withdraw()
+            await self._runner.withdraw(self._extent)
         await self._save(in_flight=0)
         if self._state == "interrupted":
             raise Interrupted
@@ -188,7 +198,8 @@ class _Run:
         files = self._files
         return Progress(
             state=self._state,
-            total=self._total,
+            total=self._extent.total,
+            last_line=self._extent.last,
             succeeded=files.succeeded,
             failed=files.failed,
             resumed=self._resumed,
@@ -199,10 +210,6 @@ class _Run:
             output=self._spec.output,
             errors=self._spec.errors if files.failed else None,
         )
-
-
-def _count_lines(path: str) -> int:
-    return sum(1 for _ in read_lines(path))
 
 
 async def _every(seconds: float, action: Callable[[], Awaitable[None]]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
 from producer.aio import AsyncClient, AsyncHandle
 from producer.bulk import lines
-from producer.bulk.files import JSON_SUFFIXES, OutputFiles, read_lines
+from producer.bulk.files import JSON_SUFFIXES, Extent, OutputFiles, read_lines
 from producer.bulk.lines import Line
 from producer.bulk.spec import BulkSpec
 from producer.connection import Backoff
@@ -74,21 +74,28 @@ class BulkRunner:
         """Stop now. Requests in flight go on, and the next run of the job takes their answers, unless `withdraw` cancels them."""
         self._stopped.set()
 
-    async def withdraw(self) -> None:
-        """Cancel, after `run`, what the job still has on the queue, whichever run of it put it there.
+    async def withdraw(self, extent: Extent) -> None:
+        """Cancel, after `run`, what the job still has on the queue, whichever run of it put it there. The input may be gone.
 
-        Lines enter the window in order, so that whatever was sent, heard of or not, is among the first ``window`` not yet written.
+        Lines enter the window in order, so that whatever was sent, heard of or not, is among the first ``window`` not yet written;
+        which of the unwritten are blank is not known.
+
+        Args:
+            extent: of the input.
 
         Raises:
             RedisUnavailable: some may run on; it may be called again.
         """
-        unwritten = (number for number, _ in read_lines(self._spec.input) if number not in self._files.done)
-        numbers = islice(unwritten, self._spec.window)
-        await asyncio.gather(*(self._withdraw(numbers) for _ in range(WITHDRAWERS)))
+        unwritten = (number for number in range(1, extent.last + 1) if number not in self._files.done)
+        numbers = islice(unwritten, self._spec.window + extent.num_blank)
+        sending = frozenset(self._order)
+        await asyncio.gather(*(self._withdraw(numbers, sending) for _ in range(WITHDRAWERS)))
 
-    async def _withdraw(self, numbers: Iterator[int]) -> None:
+    async def _withdraw(self, numbers: Iterator[int], sending: Set[int]) -> None:
         """A line's next attempt is sent when the one before has ended; an id that is cancelled before it arrives is refused."""
         for number in numbers:
+            if number not in sending and await self._client.get(self._spec.request_id(number, 0)).status() == "unknown":
+                continue  # blank, or never sent
             for attempt in count():
                 if await self._client.get(self._spec.request_id(number, attempt)).cancel() != "finished":
                     break

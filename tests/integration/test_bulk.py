@@ -26,7 +26,7 @@ from rq.cron import CronScheduler
 from producer.aio import AsyncClient
 from producer.bulk import queue as bulk_jobs
 from producer.bulk.cli import bulk
-from producer.bulk.files import OutputFiles
+from producer.bulk.files import Extent, OutputFiles
 from producer.bulk.job import run
 from producer.bulk.lease import RunLease
 from producer.bulk.runner import BulkRunner
@@ -452,6 +452,32 @@ def test_cancelling_a_job_that_does_not_run_cancels_what_it_left_on_the_queue(
     assert bulk_jobs.cancel(connection, "job") == "finished"
 
 
+def test_cancelling_a_job_whose_input_is_gone_cancels_what_it_left_on_the_queue(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    """By their numbers, some of which are blank lines', of which nobody is to hear."""
+
+    def some(taken: Taken) -> None:
+        held.append(taken) if taken.request.prompt != "p0" else echo(taken)
+
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, [], window=3)
+    Path(spec.input).write_text("".join(f'"p{i}"\n\n' for i in range(10)))
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default", some).running() as responder:
+        with bulk_worker(own_server) as worker:
+            await_true(lambda: len(held) == 3 and num_lines(spec.output + ".part") == 1, "a window of requests")
+            worker.terminate()
+            worker.wait(DEADLINE_S)
+        Path(spec.input).unlink()
+        assert bulk_jobs.cancel(connection, "job") == "cancelling"
+        work_off(own_server)
+    assert progress(connection)["state"] == "cancelled"
+    orders = {fields[b"id"].decode() for _, fields in connection.xrange(Keys("default").control) if fields[b"op"] == b"cancel"}
+    assert orders == {"job.3", "job.5", "job.7"}
+    assert len(responder.seen) == 4
+
+
 async def test_stopped_job_withdraws_requests_that_were_sent_and_not_heard_of(
     own_server: Server, connection: redis.Redis, tmp_path: Path
 ) -> None:
@@ -466,7 +492,7 @@ async def test_stopped_job_withdraws_requests_that_were_sent_and_not_heard_of(
                 await asyncio.sleep(0.01)
             runner.stop()
             assert not await running
-            await runner.withdraw()
+            await runner.withdraw(Extent.of(spec.input))
     assert {connection.hget(keys.state(f"job.{number}"), "status") for number in range(1, 6)} == {b"cancelled"}
     assert not connection.exists(keys.state("job.6"))
 
