@@ -113,6 +113,7 @@ def cancel(connection: redis.Redis, job_id: str) -> str:
         return "finished"
     connection.hset(job.key, CANCEL_FIELD, "1")
     if failed:
+        job.retries_left = MAX_CRASHES
         job.requeue()
     if status == JobStatus.STARTED or job.meta:
         return "cancelling"
@@ -152,6 +153,15 @@ def _spec(job: Job) -> BulkSpec | None:
         return None
 
 
+def renew_tries(connection: redis.Redis) -> None:
+    """Give the jobs that have failed for good the tries of fresh ones, for whoever requeues them: rq's tools leave them at 0."""
+    ids = bulk_queue(connection).failed_job_registry.get_job_ids(cleanup=False)
+    for job in Job.fetch_many(ids, connection=connection, serializer=JSONSerializer):
+        if job is not None and not job.should_retry and _spec(job) is not None:
+            job.retries_left = MAX_CRASHES
+            job.save(include_meta=False)
+
+
 class BulkWorker(Worker):
     """An rq worker that notices within ``lease_s`` that another one died, and whose SIGTERM puts the running job back.
 
@@ -175,13 +185,14 @@ class BulkWorker(Worker):
         self._clock = RQScheduler(self.queues, connection, serializer=JSONSerializer, logging_level=logging.WARNING)
 
     def run_maintenance_tasks(self) -> None:
-        """Besides rq's own, once in ``lease_s``: one worker at a time puts on the queue what is due."""
+        """Besides rq's own, once in ``lease_s``: one worker at a time puts on the queue what is due; failed jobs may be requeued."""
         self._clock.acquire_locks()
         try:
             self._clock.enqueue_scheduled_jobs()
         finally:
             self._clock.release_locks()
         super().run_maintenance_tasks()  # type: ignore[no-untyped-call]  # untyped in rq
+        renew_tries(self.connection)
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002 - rq's signature
         """Seconds after which a job whose worker is silent is given to another."""

@@ -340,6 +340,28 @@ def test_horse_whose_worker_alone_was_killed_gives_the_files_up(own_server: Serv
     assert [record["text"] for record in records(spec.output)] == ["a", "b"]
 
 
+@pytest.mark.parametrize("ending", ["raised", "killed", "abandoned"])
+def test_job_that_has_failed_and_is_requeued_has_the_tries_of_a_fresh_one(
+    own_server: Server, connection: redis.Redis, tmp_path: Path, ending: str
+) -> None:
+    held: list[Taken] = []
+    spec = make_spec(tmp_path, ["a"], input=f"{tmp_path}/{'gone' if ending == 'raised' else 'in.jsonl'}")
+    job = bulk_jobs.submit(connection, spec)
+    connection.hset(job.key, "retries_left", "0")
+    requeue = [sys.executable, "-m", "rq.cli", "requeue", "-S", "json", "-u", own_server.url, "--queue", bulk_jobs.QUEUE_NAME, "job"]
+    with Responder(own_server.url, "default", held.append).running():
+        with bulk_worker(own_server) as worker:
+            if ending != "raised":
+                await_true(lambda: held, "a request in flight")
+                os.kill(descendants(worker.pid)[1], signal.SIGKILL) if ending == "killed" else kill_all(worker)
+            with bulk_worker(own_server):
+                await_true(lambda: bulk_jobs.fetch(connection, "job").is_failed, "the job is given up")
+                await_true(lambda: bulk_jobs.fetch(connection, "job").should_retry, "its tries are renewed")
+        subprocess.run(requeue, check=True, capture_output=True, timeout=DEADLINE_S)
+    requeued = bulk_jobs.fetch(connection, "job")
+    assert (requeued.is_queued, requeued.retries_left) == (True, bulk_jobs.MAX_CRASHES)
+
+
 def test_job_that_is_on_the_queue_twice_is_run_by_one_worker_and_the_other_waits(
     own_server: Server, connection: redis.Redis, tmp_path: Path
 ) -> None:
