@@ -25,6 +25,7 @@ class ModelShape:
 
     Attributes:
         num_int8: weights that are stored in int8; a head that is tied to the embedding counts, and the embedding stays as well.
+        num_dequantized: of those, as many as a step makes numbers at once.
         key_dim, value_dim: of one KV head.
         intermediate_size: of the MLP, for a mixture of experts of those that one token visits.
         max_model_len: context limit in tokens.
@@ -41,10 +42,11 @@ class ModelShape:
     vocab_size: int
     max_model_len: int
     num_int8: int = 0
+    num_dequantized: int = 0
     tied: bool = False
 
     @classmethod
-    def of(cls, config: Any, num_parameters: int, num_int8: int = 0) -> ModelShape:
+    def of(cls, config: Any, num_parameters: int, num_int8: int = 0, num_dequantized: int = 0) -> ModelShape:
         """Read a transformers text config, whose attribute map gives GPT-2's and OPT's names too."""
         num_heads = int(config.num_attention_heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
@@ -62,6 +64,7 @@ class ModelShape:
             vocab_size=int(config.vocab_size),
             max_model_len=int(getattr(config, "max_position_embeddings", None) or 2048),
             num_int8=num_int8,
+            num_dequantized=num_dequantized,
             tied=bool(getattr(config, "tie_word_embeddings", False)),
         )
 
@@ -76,10 +79,13 @@ class ModelShape:
         return self.num_layers * self.num_kv_heads * (dims + 2 * SCALE_BYTES if int8 else dims * dtype_bytes)
 
     def step_bytes(self, dtype_bytes: int, max_batch_size: int, max_batch_tokens: int) -> int:
-        """What a full step holds at its peak beside weights and cache: one layer's activations, and the logits, twice (float32)."""
+        """What a full step holds at its peak beside weights and cache: one layer's activations, the logits, twice (float32), and what
+        it makes numbers of a weight in int8, in float32 and in the dtype.
+        """
         projections = (self.num_heads + self.num_kv_heads) * self.key_dim + self.num_kv_heads * self.value_dim
         widths = 3 * self.hidden_size + projections + 3 * self.intermediate_size
-        return max_batch_tokens * widths * dtype_bytes + max_batch_size * self.vocab_size * (dtype_bytes + 2 * 4)
+        dequantized = self.num_dequantized * (4 + (dtype_bytes if dtype_bytes != 4 else 0))
+        return max_batch_tokens * widths * dtype_bytes + max_batch_size * self.vocab_size * (dtype_bytes + 2 * 4) + dequantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +171,7 @@ def read_shape(model: str, *, int8_weights: bool = False, trust_remote_code: boo
 
     from producer.errors import ModelUnavailable
     from worker.engine.model_loader import local_model_path
-    from worker.engine.quantization import linear_layers
+    from worker.engine.quantization import MOST_DEQUANTIZED, linear_layers
 
     path = local_model_path(model)
     try:
@@ -175,5 +181,6 @@ def read_shape(model: str, *, int8_weights: bool = False, trust_remote_code: boo
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(f"model {model}: {error}") from error
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    num_int8 = sum(linear.weight.numel() for linear in linear_layers(skeleton).values()) if int8_weights else 0
-    return ModelShape.of(config.get_text_config(decoder=True), num_parameters, num_int8)
+    sizes = [linear.weight.numel() for linear in linear_layers(skeleton).values()] if int8_weights else []
+    num_dequantized = min(MOST_DEQUANTIZED, max(sizes, default=0))
+    return ModelShape.of(config.get_text_config(decoder=True), num_parameters, sum(sizes), num_dequantized)

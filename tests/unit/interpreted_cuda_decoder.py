@@ -83,7 +83,7 @@ def test_weights_in_int8_are_made_numbers_a_bounded_part_at_a_time(monkeypatch: 
         return dequantize(codes, scale, dtype)
 
     runner, decoder, _ = make_decoder("llama", int8=True, attention_bias=True)
-    monkeypatch.setattr(quantization, "_MOST_DEQUANTIZED", most)
+    monkeypatch.setattr(quantization, "MOST_DEQUANTIZED", most)
     monkeypatch.setattr(quantization, "dequantize", watched)
     check_steps(runner, decoder)
     assert max(sizes) <= most < decoder._head.weight.numel()

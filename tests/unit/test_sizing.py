@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config
 
 from producer.errors import ModelUnavailable
 from worker.cli_size import size as size_command
 from worker.engine.attention.layers import AttentionLayer, discover_layers
 from worker.engine.kv_cache import block_bytes
+from worker.engine.quantization import MOST_DEQUANTIZED, linear_int8, quantize_rows
 from worker.sizing import CUDA_CONTEXT_BYTES, GIB, ModelShape, read_shape, size
 
 LLAMA_3_8B = LlamaConfig(
@@ -117,6 +121,39 @@ def test_int8_is_counted_as_it_is_stored(config: Any, tied: bool, tmp_path: Path
     assert 0 < norms < 400_000
     assert int8.weight_bytes(2) == int8.num_int8 + 2 * (int8.num_parameters - int8.num_int8 + (embedding if tied else 0))
     assert int8.kv_bytes_per_token(2, int8=True) == config.num_hidden_layers * 8 * 2 * (128 + 4)
+
+
+@pytest.mark.parametrize(("dtype", "dtype_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)], ids=str)
+def test_what_a_step_makes_numbers_of_int8_is_counted(dtype: torch.dtype, dtype_bytes: int, tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=64, intermediate_size=4096, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+    plain, int8 = (read_shape(saved(config, tmp_path), int8_weights=wanted) for wanted in (False, True))
+    codes, scale = quantize_rows(torch.ones(4096, 64))
+    with MemoryPeak(beside=(codes, scale)) as peak:
+        linear_int8(torch.ones(1, 64, dtype=dtype), codes, scale, None)
+    counted = int8.step_bytes(dtype_bytes, 8, 64) - plain.step_bytes(dtype_bytes, 8, 64)
+    assert counted == 4096 * 64 * (4 + (2 if dtype_bytes == 2 else 0))
+    assert counted <= peak.num_bytes <= 1.1 * counted
+
+
+def test_no_more_of_a_large_weight_is_made_numbers_at_once_than_the_engine_does(tmp_path: Path) -> None:
+    assert read_shape(saved(LLAMA_3_8B, tmp_path), int8_weights=True).num_dequantized == MOST_DEQUANTIZED
+
+
+class MemoryPeak(TorchDispatchMode):
+    """``num_bytes``: most bytes of tensors that were alive at once, of those made inside."""
+
+    def __init__(self, beside: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self._beside = {tensor.untyped_storage().data_ptr() for tensor in beside}
+        self._alive: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in self._beside:
+            self._alive[out.untyped_storage()] = out.untyped_storage().nbytes()
+        self.num_bytes = max(self.num_bytes, sum(self._alive.values()))
+        return out
 
 
 def test_int8_is_counted_as_the_engine_counts_it() -> None:

@@ -19,11 +19,10 @@ from producer.errors import ModelUnavailable
 
 LARGEST_CODE = 127
 SCALE_BYTES = 4
+MOST_DEQUANTIZED = 1 << 24  # elements: 64 MiB in float32, beside what they are rounded to
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a row of zeros is divided by something
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")  # a few numbers that choose experts: left as they are
 _LEAST_SHARE = 0.5  # of the decoder's weights that must be in linear layers, or asking for int8 would bring next to nothing
-
-_MOST_DEQUANTIZED = 1 << 24  # elements: 64 MiB in float32, beside what they are rounded to
 
 log = structlog.get_logger("headrace.engine")
 
@@ -48,14 +47,14 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """``[..., n]`` of ``[..., k]`` by a weight in int8, computed in the input's dtype.
 
-    No more than `_MOST_DEQUANTIZED` of the weight are made numbers at a time. Nothing here waits for the device.
+    No more than `MOST_DEQUANTIZED` of the weight are made numbers at a time. Nothing here waits for the device.
 
     Args:
         codes: ``[n, k]``; scale ``[n, 1]``, bias ``[n]``.
     """
     num_outputs, num_inputs = codes.shape
     out = x.new_empty(*x.shape[:-1], num_outputs)
-    rows = max(1, _MOST_DEQUANTIZED // num_inputs)
+    rows = max(1, MOST_DEQUANTIZED // num_inputs)
     for start in range(0, num_outputs, rows):
         part = slice(start, start + rows)
         weight = dequantize(codes[part], scale[part], x.dtype)
