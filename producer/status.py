@@ -50,6 +50,12 @@ class WorkerStatus:
     fields: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @property
+    def batch(self) -> str:
+        """Requests in the last step, and how many there may be, as ``3/100``; as much of it as it says."""
+        size, most = self.batch_size, _optional_integer(self.fields.get("max_batch_size"))
+        return "" if size is None else str(size) if most is None else f"{size}/{most}"
+
+    @property
     def last_error(self) -> tuple[int, str] | None:
         """When it last answered a request with an error, in Redis time in ms, and the error's code; None where it has not."""
         ms, code = _optional_integer(self.fields.get("last_error_ms")), self.fields.get("last_error")

@@ -111,9 +111,8 @@ class View:
     def _workers(self, status: QueueStatus) -> RenderableType:
         if not status.workers:
             return Text("no live worker", style="bold yellow")
-        table = _table("worker", "state", "~model", ">batch", "~", ">waiting", "KV cache", "", ">tokens/s", ">done", ">up")
+        table = _table("worker", "state", "~model", ">batch", "~", ">waits", "KV cache", "", ">tokens/s", ">done", ">up")
         for worker in status.workers:
-            batch = "" if worker.batch_size is None else str(worker.batch_size)
             course = Course(self._courses[f"batch {worker.name}"], "cyan", 20)
             rate = "" if worker.tokens_per_s is None else f"{worker.tokens_per_s:,.0f}"
             up = "" if worker.uptime_s is None else duration(worker.uptime_s)
@@ -123,7 +122,7 @@ class View:
                 Text(worker.name),
                 state,
                 Text(worker.model, no_wrap=True, overflow="ellipsis"),
-                batch,
+                worker.batch,
                 course,
                 waiting,
                 *_cache(worker),
@@ -154,7 +153,7 @@ def _cache(worker: WorkerStatus) -> tuple[RenderableType, str]:
     use = worker.cache_use
     if use is None:
         return "", ""
-    return ProgressBar(total=1.0, completed=use, width=6, complete_style="cyan", finished_style="yellow"), f"{use:4.0%}"
+    return ProgressBar(total=1.0, completed=use, width=4, complete_style="cyan", finished_style="yellow"), f"{use:4.0%}"
 
 
 def _errors(status: QueueStatus) -> Table | None:

@@ -190,6 +190,7 @@ class Keeper:
             "device": engine.device_name if engine is not None else "",
             "dtype": engine.dtype_name if engine is not None else "",
             "batch_size": stats.running_realtime + stats.running_batch,
+            "max_batch_size": engine.config.max_batch_size if engine is not None else "",
             "waiting": stats.waiting_realtime + stats.waiting_batch + num_ahead,
             "ahead": num_ahead,
             "held": len(self._registry),

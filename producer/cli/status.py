@@ -105,8 +105,7 @@ def _workers(current: QueueStatus) -> Table:
         use = "" if worker.cache_use is None else f"{worker.cache_use:.0%}"
         rate = "" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}"
         up = "" if worker.uptime_s is None else duration(worker.uptime_s)
-        batch = "" if worker.batch_size is None else str(worker.batch_size)
-        table.add_row(Text(worker.name), Text(worker.state), Text(worker.model), batch, use, rate, up)
+        table.add_row(Text(worker.name), Text(worker.state), Text(worker.model), worker.batch, use, rate, up)
     return table
 
 

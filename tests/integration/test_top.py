@@ -22,7 +22,8 @@ from producer.top import HISTORY, Frame, View, read_frame, sparkline
 from tests.servers import Server
 from tests.workers import QueueView, worker_thread
 
-WORKER = WorkerStatus("gpu-0", "running", "m", 40, 30, 100, 1290.6, 75.0, {"requests_done": "80", "cached_blocks": "20", "waiting": "9"})
+SAID = {"requests_done": "80", "cached_blocks": "20", "waiting": "9", "max_batch_size": "100"}
+WORKER = WorkerStatus("gpu-0", "running", "m", 40, 30, 100, 1290.6, 75.0, SAID)
 STATUS = QueueStatus("default", [TierStatus("realtime", 7, 3, 4.2), TierStatus("batch", 0, 0, None)], [WORKER], 0)
 LETTER = DeadLetter("1-0", {b"id": b"r1"}, "batch", "POISONED", "given up [not markup]", 3, "gpu-9", 0, [])
 
@@ -51,9 +52,16 @@ def test_screen_shows_tiers_workers_and_how_full_they_are() -> None:
     assert "realtime 7 █ 7 3 4.2s" in lines
     assert "batch 0 ▁ 0 0" in lines
     (worker,) = [line for line in lines if line.startswith("gpu-0")]
-    assert worker.startswith("gpu-0 running m 40 █ 9 ")
+    assert worker.startswith("gpu-0 running m 40/100 █ 9 ")
     assert worker.endswith("50% 1,291 80 1m15s")
     assert not any("dead" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("size", "said", "batch"), [(3, {"max_batch_size": "8"}, "3/8"), (3, {}, "3"), (3, {"max_batch_size": ""}, "3"), (None, {}, "")]
+)
+def test_batch_is_shown_of_how_many_where_the_worker_says(size: int | None, said: dict[str, str], batch: str) -> None:
+    assert replace(WORKER, batch_size=size, fields=said).batch == batch
 
 
 def test_narrow_screen_keeps_the_numbers_and_the_latest_of_the_courses() -> None:

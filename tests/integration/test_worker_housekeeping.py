@@ -49,6 +49,7 @@ def test_live_workers_without_requests_are_left_alone(server: Server, queue: str
             assert view.consumers() == names
             assert set(view.workers()) == names
             eventually(lambda: float(view.workers()[one.config.name]["uptime_s"]) > 0, "beating")
+            assert view.workers()[one.config.name]["max_batch_size"] == "100"
 
 
 @pytest.mark.parametrize("ends", ["answered", "lost"])
