@@ -196,6 +196,8 @@ class Simulation:
         assert len(planned) == len(plan.chunks), "one chunk a request"
         undelayed = [r for r in owing_one if r.status is RequestStatus.RUNNING and (self.step_s is None or r.tier == "realtime")]
         assert all(r in planned for r in undelayed), "a decode is held up"
+        if self.step_s is not None:
+            self._check_pace(plan)
         assert not planned & set(plan.preempted)
         for request, start, num_tokens, last in plan.chunks:
             assert request.status is RequestStatus.RUNNING
@@ -208,6 +210,15 @@ class Simulation:
             assert all(blocks.pool.ref_count(b) == 1 for b in written), "a shared block is written to"
             if request not in self._overallocated:
                 assert len(table) == blocks.blocks_for(start + num_tokens), "more than one partial block"
+
+    def _check_pace(self, plan: StepPlan) -> None:
+        pace = self.scheduler.pace
+        tokens = Counter[Tier]()
+        for chunk in plan.chunks:
+            tokens[chunk.request.tier] += chunk.num_tokens
+        decodes = sum(chunk.request.tier == "realtime" and chunk.num_tokens == 1 for chunk in plan.chunks)
+        if pace.is_bound(realtime_is_quiet=True):
+            assert tokens["batch"] <= pace.batch_tokens(decodes, tokens["realtime"] - decodes), "batch work makes the step too long"
 
     def check_blocks(self) -> None:
         """Every block is free, cached or used; references, pins and promises are those of the tables."""

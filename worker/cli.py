@@ -97,7 +97,7 @@ _engine_options = _options(
         default=50.0,
         show_default=True,
         type=click.FloatRange(0),
-        help="How long batch work may make a step while realtime requests wait or run; 0: no bound.",
+        help="How long batch work may make a step while realtime requests wait or run, and loosely otherwise; 0: no bound.",
     ),
     click.option("--batch-floor", default=0.1, show_default=True, type=click.FloatRange(0, 1), help="Share that batch work always keeps."),
     click.option(

@@ -9,8 +9,8 @@ import pytest
 
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
-from worker.engine.pace import MAX_SLOWDOWN, Pace
-from worker.engine.request import Request, RequestStatus
+from worker.engine.pace import MAX_SLOWDOWN, QUIET_BASES, QUIET_GOALS, Pace
+from worker.engine.request import Request, RequestStatus, StepPlan
 
 CONFIG = EngineConfig(max_batch_size=64, max_batch_tokens=256, block_size=4, realtime_step_ms=50.0)
 BASE_S, TOKEN_S = 0.02, 0.002
@@ -29,11 +29,26 @@ def steps(sim: Simulation, count: int) -> list[int]:
     return [sim.step().num_tokens for _ in range(count)]
 
 
-def learnt(*sizes: int, base_s: float = BASE_S, token_s: float = TOKEN_S, goal_ms: float = 50.0, floor: float = 0.0) -> Pace:
-    config = replace(CONFIG, realtime_step_ms=goal_ms, batch_floor=floor)
-    pace = Pace(config, keeps_floor=True, clock=lambda: 0.0)
+def step_s(num_tokens: float) -> float:
+    return BASE_S + TOKEN_S * num_tokens
+
+
+def batch_tokens(plan: StepPlan) -> int:
+    return sum(chunk.num_tokens for chunk in plan.chunks if chunk.request.tier == "batch")
+
+
+def unlearnt(goal_ms: float = 50.0, floor: float = 0.0) -> Pace:
+    config = replace(CONFIG, max_batch_tokens=8192, realtime_step_ms=goal_ms, batch_floor=floor)
+    return Pace(config, keeps_floor=True, clock=lambda: 0.0)
+
+
+def learnt(
+    *sizes: int, base_s: float = BASE_S, token_s: float = TOKEN_S, goal_ms: float = 50.0, floor: float = 0.0, quiet: bool = False
+) -> Pace:
+    pace = unlearnt(goal_ms, floor)
     for size in sizes:
         pace.cost.observe(size, base_s + token_s * size)
+    assert pace.is_bound(realtime_is_quiet=quiet)
     return pace
 
 
@@ -43,9 +58,13 @@ VARIED = range(1, 200, 7)
 
 
 def test_nothing_is_bound_before_anything_is_known_or_without_a_goal() -> None:
-    assert not learnt().is_bound(realtime_is_quiet=False)
-    assert not learnt(10, goal_ms=0.0).is_bound(realtime_is_quiet=False)
-    assert learnt(10).is_bound(realtime_is_quiet=False)
+    pace, without_goal = unlearnt(), unlearnt(goal_ms=0.0)
+    assert not pace.is_bound(realtime_is_quiet=False)
+    for each in (pace, without_goal):
+        each.cost.observe(10, 0.1)
+    assert pace.is_bound(realtime_is_quiet=False)
+    assert pace.is_bound(realtime_is_quiet=True)
+    assert not without_goal.is_bound(realtime_is_quiet=False)
 
 
 def test_cost_of_steps_of_varied_size_is_learnt() -> None:
@@ -80,22 +99,56 @@ def test_noise_does_not_lead_far_from_the_goal(seed: int) -> None:
     assert sum(seconds > 0.1 for seconds in taken) <= 4
 
 
-def test_where_realtime_alone_takes_longer_batch_may_lengthen_the_step_by_half() -> None:
+def test_where_realtime_decodes_alone_take_longer_batch_may_lengthen_the_step_by_a_quarter() -> None:
     pace = learnt(*VARIED, base_s=0.2)
+    assert MAX_SLOWDOWN == 1.25
     assert 0.2 + TOKEN_S * (10 + pace.batch_tokens(10)) == pytest.approx(MAX_SLOWDOWN * (0.2 + TOKEN_S * 10), rel=0.05)
+
+
+@pytest.mark.parametrize("base_s", [BASE_S, 0.2])
+def test_tokens_of_realtime_prefills_come_off_what_batch_may_compute(base_s: float) -> None:
+    pace = learnt(*VARIED, base_s=base_s)
+    alone = pace.batch_tokens(4)
+    assert alone > 3
+    assert [pace.batch_tokens(4, num_tokens) for num_tokens in (1, 3, alone - 1, alone, 1_000)] == [alone - 1, alone - 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("floor", [0.1, 0.5, 1.0])
+def test_prefill_that_takes_longer_than_the_goal_leaves_batch_its_floor(floor: float) -> None:
+    pace = learnt(*VARIED, floor=floor)
+    whole = 4 + learnt(*VARIED).batch_tokens(4)
+    assert pace.batch_tokens(4, 1_000) == pace.floor_tokens(4) == pytest.approx(floor * whole, abs=1)
+
+
+@pytest.mark.parametrize(("base_s", "goal_ms"), [(0.005, 50.0), (0.02, 5.0)], ids=["by the goal", "by the base"])
+def test_step_without_realtime_is_bounded_by_the_goal_or_by_what_every_step_costs(base_s: float, goal_ms: float) -> None:
+    pace = learnt(*VARIED, base_s=base_s, goal_ms=goal_ms, quiet=True)
+    most_s = max(QUIET_GOALS * goal_ms / 1000.0, QUIET_BASES * base_s)
+    assert base_s + TOKEN_S * pace.batch_tokens(0) == pytest.approx(most_s, rel=0.05)
+
+
+def test_one_slow_step_holds_batch_back_for_a_few_seconds_at_most() -> None:
+    pace, passed_s = learnt(512, quiet=True), 0.0
+    pace.cost.observe(512, 30.0)  # the host was frozen
+    while (size := pace.batch_tokens(0)) < 150:
+        pace.cost.observe(size, step_s(size))
+        passed_s += step_s(size)
+    assert passed_s < 10.0
 
 
 def test_tokens_that_cost_nothing_are_bound_ever_less() -> None:
     pace, size = learnt(*VARIED, base_s=0.2, token_s=0.0), 0
     for _ in range(20):
-        size = min(10 + pace.batch_tokens(10), 8192)
+        size = 10 + pace.batch_tokens(10)
         pace.cost.observe(size, 0.2)
     assert size == 8192
 
 
-def test_at_least_one_token_may_be_computed_however_slow_they_are() -> None:
-    assert learnt(1, 2, 3, base_s=0.0, token_s=10.0).batch_tokens(0) == 1
-    assert learnt(1, 2, 3, base_s=0.0, token_s=10.0, floor=0.1).batch_tokens(4) >= 1
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_at_least_one_token_may_be_computed_however_slow_they_are(floor: float, quiet: bool) -> None:
+    pace = learnt(1, 2, 3, base_s=0.0, token_s=10.0, floor=floor, quiet=quiet)
+    assert [pace.batch_tokens(0), pace.batch_tokens(1), pace.batch_tokens(4, 40)] == [1, 1, 1]
 
 
 # What is planned
@@ -108,22 +161,25 @@ def test_batch_decodes_are_held_to_the_goal_while_realtime_runs_and_take_turns()
     assert steps(sim, 5)[-1] == 40
     sim.add(make_request(4, 100))
     sizes = steps(sim, 60)
-    assert all(BASE_S + TOKEN_S * size <= 0.05 * 1.1 for size in sizes[3:])
+    assert all(step_s(size) <= 0.05 * 1.1 for size in sizes[3:])
     lengths = [len(request.output_token_ids) for request in requests]
     assert max(lengths) - min(lengths) <= 1
     sim.run()
 
 
 @pytest.mark.parametrize("output_tokens", [1, 200], ids=["prefills", "decodes"])
-def test_realtime_newcomers_count_in_the_step_that_they_enter(output_tokens: int) -> None:
+@pytest.mark.parametrize("prompt_tokens", [12, 40, 200], ids="prompts of {}".format)
+def test_realtime_newcomers_count_in_the_step_that_they_enter(prompt_tokens: int, output_tokens: int) -> None:
     sim = simulation()
     sim.add(*(batch(4 if output_tokens > 1 else 300, output_tokens) for _ in range(40)))
     steps(sim, 5)
-    sizes = []
+    floor = 2  # a tenth of the tokens that the goal has room for
+    plans = []
     for _ in range(60):
-        sim.add(make_request(12, 1))
-        sizes.append(sim.step().num_tokens)
-    assert all(BASE_S + TOKEN_S * size <= MAX_SLOWDOWN * (BASE_S + TOKEN_S * 12) * 1.05 for size in sizes[5:])
+        sim.add(make_request(prompt_tokens, 1))
+        plans.append(sim.step())
+    assert all(step_s(plan.num_tokens) <= max(0.05, step_s(prompt_tokens + floor)) * 1.05 for plan in plans[5:])
+    assert all(batch_tokens(plan) for plan in plans)
     sim.run()
 
 
@@ -132,7 +188,7 @@ def test_batch_prefills_are_held_to_the_goal_while_realtime_runs() -> None:
     sim.add(batch(2_000, 1))
     steps(sim, 2)
     sim.add(make_request(4, 100), batch(2_000, 1))
-    assert all(BASE_S + TOKEN_S * size <= 0.05 * 1.1 for size in steps(sim, 60)[5:])
+    assert all(step_s(size) <= 0.05 * 1.1 for size in steps(sim, 60)[5:])
 
 
 def test_batch_takes_everything_again_when_realtime_has_been_quiet_for_a_moment() -> None:
@@ -155,9 +211,42 @@ def test_prompt_of_realtime_has_the_step_and_batch_keeps_its_floor() -> None:
     sim.add(make_request(3_000, 1))
     sim.step()
     plans = [sim.step() for _ in range(8)]
-    for plan in plans:
-        of_batch = sum(chunk.num_tokens for chunk in plan.chunks if chunk.request.tier == "batch")
-        assert 0 < of_batch < 40
+    assert all(0 < batch_tokens(plan) <= 4 for plan in plans)  # a fifth of the 15 or so that the goal has room for
+    assert all(plan.num_tokens == CONFIG.max_batch_tokens for plan in plans)
+
+
+@pytest.mark.parametrize("prompts", [(1, 60), (250, 2_000)], ids=["short", "long"])
+@pytest.mark.parametrize("batch_floor", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_batch_that_runs_ends_beside_prompts_of_realtime_in_every_step(seed: int, batch_floor: float, prompts: tuple[int, int]) -> None:
+    rng = random.Random(seed)
+    sim = simulation(replace(CONFIG, batch_floor=batch_floor))
+    requests = [batch(rng.randint(1, 20), rng.randint(1, 8)) for _ in range(10)]
+    sim.add(*requests)
+    steps(sim, 2)
+    for _ in range(100):
+        while sim.scheduler.stats().running_realtime + sim.scheduler.stats().waiting_realtime < 3:
+            sim.add(make_request(rng.randint(*prompts), 1))
+        sim.step()
+    assert all(request.status is RequestStatus.FINISHED for request in requests)
+
+
+def test_arrival_waits_no_longer_than_a_step_without_realtime_may_take() -> None:
+    sim = simulation(replace(CONFIG, max_batch_tokens=1_000))
+    sim.add(batch(6_000, 1), *(batch(20, 20) for _ in range(40)))
+    steps(sim, 2)
+    assert all(step_s(size) <= QUIET_BASES * BASE_S * 1.05 for size in steps(sim, 25)[5:])
+
+
+@pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(4, 20), (100, 2)], ids=["decodes", "prefills"])
+def test_bound_without_realtime_costs_little_throughput(prompt_tokens: int, output_tokens: int) -> None:
+    taken_s = []
+    for goal_ms in (0.0, 5.0):
+        sim = simulation(replace(CONFIG, realtime_step_ms=goal_ms), base_s=0.002)
+        sim.add(*(batch(prompt_tokens, output_tokens) for _ in range(100)))
+        sim.run()
+        taken_s.append(sim.now_s)
+    assert taken_s[1] <= taken_s[0] * (1.0 + 1.0 / QUIET_BASES)
 
 
 @pytest.mark.parametrize("batch_floor", [0.1, 0.5])
@@ -165,11 +254,11 @@ def test_batch_ends_behind_endless_realtime_however_slow_steps_are(batch_floor: 
     sim = simulation(replace(CONFIG, batch_floor=batch_floor), base_s=0.1, token_s=0.05)
     requests = [batch(20, 5) for _ in range(10)]
     sim.add(*requests)
-    for _ in range(3_000):
+    while not all(request.status is RequestStatus.FINISHED for request in requests):
+        assert sim.num_steps < 3_000
         while sim.scheduler.stats().running_realtime + sim.scheduler.stats().waiting_realtime < 8:
             sim.add(make_request(4, 20))
         sim.step()
-    assert all(request.status is RequestStatus.FINISHED for request in requests)
 
 
 @pytest.mark.parametrize("seed", range(40))

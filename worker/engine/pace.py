@@ -2,21 +2,23 @@
 
 Every token in a step makes it longer, and with it the inter-token latency of all who are in it. Sarathi-Serve (Agrawal et al. 2024)
 chooses a step's token budget by a goal for that latency, from a profile made beforehand. Here the profile is learnt while
-running, and the goal bounds the batch tier alone, only while realtime is there to profit from it.
+running, and the goal bounds the batch tier alone: tightly while realtime is there to profit from it, and loosely for the sake of
+the realtime request that comes next, which waits for the end of whatever step is under way.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_right
 from collections.abc import Callable
 
 from worker.engine.config import EngineConfig
 from worker.engine.request import Request
 
-LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch work stays bounded
-MAX_SLOWDOWN = 1.5  # where realtime's own work takes longer than the goal, batch work may make a step so much longer
+LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch work is bounded as if realtime were there
+MAX_SLOWDOWN = 1.25  # where realtime's decodes alone take longer than the goal, batch work may make their step so much longer
+QUIET_GOALS = 4.0  # of a step without realtime, in goals,
+QUIET_BASES = 20.0  # or in times the base that every step costs, if that is more: so the bound costs a twentieth of throughput at most
 MEMORY = 0.95  # weight of a step's figures relative to those of the step after it
 PRIOR = 0.25  # sizes of steps that vary by less than this share of their mean say little new about what a token costs
 
@@ -60,6 +62,9 @@ class StepCost:
 class Pace:
     """Bounds the batch tier's tokens in a step by `EngineConfig.realtime_step_ms`, and lets its decodes take turns under the bound.
 
+    With realtime requests there, the whole step should take no longer than the goal, or, where that is more, `MAX_SLOWDOWN` times what
+    realtime's decodes alone take. Their prefills have no such allowance: beside one that fills the step, batch work is left its floor.
+
     Args:
         keeps_floor: whether the batch tier has a floor: then it keeps `EngineConfig.batch_floor` of what a bounded step holds.
         clock: monotonic seconds.
@@ -68,24 +73,27 @@ class Pace:
     def __init__(self, config: EngineConfig, *, keeps_floor: bool, clock: Callable[[], float]) -> None:
         self.cost = StepCost()
         self._goal_s = config.realtime_step_ms / 1000.0 if config.policy == "continuous" else 0.0
+        self._max_batch_tokens = config.max_batch_tokens
         self._floor = config.batch_floor if keeps_floor else 0.0
         self._clock = clock
         self._realtime_seen_s = -math.inf
         self._last_turn = 0
 
     def is_bound(self, *, realtime_is_quiet: bool) -> bool:
-        """Whether this step's batch work is bounded: realtime requests wait or run, or did a moment ago, and steps' cost is known."""
+        """Whether this step's batch work is bounded, for which steps' cost must be known; to be asked before the step's bounds are."""
         if not self._goal_s or not self.cost.is_known:
             return False
         if not realtime_is_quiet:
             self._realtime_seen_s = self._clock()
-            return True
-        return self._realtime_seen_s > -math.inf and self._clock() - self._realtime_seen_s < LINGER_S
+        return True
 
-    def batch_tokens(self, realtime_tokens: int) -> int:
-        """How many tokens the batch tier may compute in a step beside so many of realtime's; at least 1 beside none."""
-        most = self._max_tokens(realtime_tokens)
-        return max(most - realtime_tokens, math.ceil(self._floor * most))
+    def batch_tokens(self, num_decodes: int, prefill_tokens: int = 0) -> int:
+        """How many tokens the batch tier may compute in a step beside so many decodes and tokens of prefills of realtime's; at least 1."""
+        return max(self._max_tokens(num_decodes) - num_decodes - prefill_tokens, self.floor_tokens(num_decodes))
+
+    def floor_tokens(self, num_decodes: int) -> int:
+        """How many of them no prefill of realtime's takes away; at least 1, for the bound alone starves nobody."""
+        return max(math.ceil(self._floor * self._max_tokens(num_decodes)), 1)
 
     def take_turns(self, requests: list[Request], count: int) -> set[Request]:
         """Those who sit this step out where only ``count`` may go on: each goes on as often as any other."""
@@ -98,13 +106,19 @@ class Pace:
             self._last_turn = _number(requests[count - 1])
         return set(requests[count:])
 
-    def _max_tokens(self, realtime_tokens: int) -> int:
-        """Most tokens of a step of which so many are realtime's; at least 1."""
+    def _max_tokens(self, num_decodes: int) -> int:
+        """Most tokens of a step with so many decodes of realtime's; at least 1."""
         base_s, s_per_token = self.cost.base_s, self.cost.s_per_token
-        if not s_per_token:
-            return sys.maxsize
-        goal_s = max(self._goal_s, MAX_SLOWDOWN * (base_s + s_per_token * realtime_tokens))
-        return max(1, int(min((goal_s - base_s) / s_per_token, sys.maxsize)))
+        left_s = self._max_step_s(num_decodes) - base_s
+        if left_s >= s_per_token * self._max_batch_tokens:
+            return self._max_batch_tokens
+        return max(int(left_s / s_per_token), 1)
+
+    def _max_step_s(self, num_decodes: int) -> float:
+        base_s, s_per_token = self.cost.base_s, self.cost.s_per_token
+        if self._clock() - self._realtime_seen_s < LINGER_S:
+            return max(self._goal_s, MAX_SLOWDOWN * (base_s + s_per_token * num_decodes))
+        return max(QUIET_GOALS * self._goal_s, QUIET_BASES * base_s)
 
 
 def _number(request: Request) -> int:

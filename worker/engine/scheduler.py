@@ -266,7 +266,8 @@ class Scheduler:
 
         They take turns where not all are; who sits a step out keeps its blocks.
         """
-        tokens, others = self.pace.batch_tokens(self.config.max_batch_tokens - step.budget), len(step.decodes)
+        others = len(step.decodes)
+        tokens = self.pace.batch_tokens(others, self.config.max_batch_tokens - step.budget - others)
         waiting = step.turns
         while (left := min(tokens - len(step.decodes) + others, step.budget)) > 0 and waiting:
             waiting = [chunk for chunk in waiting if chunk.request.status is RequestStatus.RUNNING]
@@ -301,8 +302,9 @@ class Scheduler:
         batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
         shares, left = self._shares, step.budget
         num_batch_decodes = 0 if step.is_bounded else self._running.count["batch"] - len(batch)
+        floor_tokens = self.pace.floor_tokens(len(step.decodes)) if step.is_bounded else shares.floor_tokens - num_batch_decodes
         wanted = batch or step.turns or self._admission.may_fill_floor(step)
-        floor = max(0, min(shares.floor_tokens - num_batch_decodes, left // 2)) if wanted else 0
+        floor = max(0, min(floor_tokens, left // 2)) if wanted else 0
         self._plan_prefills(step, realtime, self._admission.admit_realtime, left - floor)
         if step.is_bounded:
             num_batch_decodes = self._plan_turns(step)
