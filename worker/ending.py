@@ -12,6 +12,7 @@ from producer.errors import HeadraceError, InvalidRequest
 from producer.wire import Result, Timings
 from worker.metrics import RequestSample
 from worker.registry import ActiveRequest
+from worker.stream.delivery import Settlement, TokensFrame
 
 MAX_LOGGED_CHARACTERS = 2000  # of a prompt, and of an output
 
@@ -34,6 +35,35 @@ def result_of(active: ActiveRequest, *, worker: str, model: str) -> Result:
         worker=worker,
         model=model,
     )
+
+
+def frame_of(active: ActiveRequest) -> TokensFrame:
+    """The tokens that are not published yet."""
+    assert active.transcript is not None, "it has tokens"
+    return active.delivery.publish(active.transcript.unpublished())
+
+
+def settlement_of(active: ActiveRequest) -> Settlement:
+    """How a request that has its outcome ends."""
+    outcome, outputs = active.outcome, active.outputs
+    assert outcome is not None, "it has ended"
+    if isinstance(outcome, HeadraceError):
+        return active.delivery.fail(outcome)
+    assert outputs is not None, "it ran"
+    tail = frame_of(active) if active.streamed and outputs.single and outputs.first.num_unpublished else None
+    return active.delivery.finish(outcome, tail)
+
+
+def without_what_is_too_large(active: ActiveRequest) -> HeadraceError:
+    """An outcome in the place of one that no reply can hold: the same error without partial output, or one that says what asked for it."""
+    outcome = active.outcome
+    if isinstance(outcome, HeadraceError):
+        outcome.partial_text, outcome.partial_token_ids = "", []
+        return outcome
+    assert active.outputs is not None, "it ran"
+    params = active.outputs.requests[0].params
+    field = "logprobs" if params.logprobs is not None else "max_tokens" if active.outputs.single else "n"
+    return InvalidRequest(f"{field} asks for more than one reply can hold", field=field, request_id=active.id)
 
 
 def sample_of(active: ActiveRequest) -> RequestSample:

@@ -18,18 +18,19 @@ from redis.exceptions import ResponseError
 from producer.errors import Cancelled, HeadraceError, InternalError, error_from_code
 from producer.wire import Result
 from worker.config import WorkerConfig
-from worker.ending import log_end, result_of, sample_of
+from worker.ending import frame_of, log_end, result_of, sample_of, settlement_of, without_what_is_too_large
 from worker.engine.request import StepOutput
 from worker.engine_loop import EngineLoop, Refusal
 from worker.guard import Guard, described
 from worker.metrics import WorkerMetrics
 from worker.outputs import Output
 from worker.registry import ActiveRequest, Registry
-from worker.stream.delivery import Settlement, TokensFrame
+from worker.stream.delivery import LEAST_BULK_BYTES, MAX_REPLY_BYTES, Settlement, TokensFrame
 from worker.stream.ledger import Ledger, Outcome, Settled
 from worker.stream.trouble import TROUBLE, Outage, Trouble
 
 ROUND_SETTLEMENTS = 64  # final replies in one round trip
+LARGE_TRIES = 3  # until a reply counts as too large for the server
 IDLE_S = 1.0
 HAND_BACK_S = 5.0  # how long a worker that ends tries to hand back; after that its leases lapse
 
@@ -256,7 +257,7 @@ class Publisher:
         if not self._frames_trouble.ready:
             return []
         due = [active for active in self._unpublished if everything or self._due_in_s(active) == 0.0]
-        return [(active, _frame(active)) for active in due]
+        return [(active, frame_of(active)) for active in due]
 
     def _due_endings(self) -> list[ActiveRequest]:
         again = self._refused if self._ending_trouble.ready else ()
@@ -264,17 +265,51 @@ class Publisher:
 
     def _write(self, frames: list[tuple[ActiveRequest, TokensFrame]], ending: list[ActiveRequest]) -> bool:
         """Whether Redis could be asked; what it refused is due again after a pause."""
-        if not (frames or ending):
+        settlements = {active: settlement_of(active) for active in ending}
+        large = {active: item for active, item in settlements.items() if item.num_bytes > LEAST_BULK_BYTES}
+        small = {active: item for active, item in settlements.items() if active not in large}
+        return self._write_together(frames, small) and all(self._write_large(active, item) for active, item in large.items())
+
+    def _write_together(self, frames: list[tuple[ActiveRequest, TokensFrame]], settlements: dict[ActiveRequest, Settlement]) -> bool:
+        if not (frames or settlements):
             return True
         try:
-            written = self._ledger.write([frame for _, frame in frames], [_settlement(active) for active in ending])
+            written = self._ledger.write([frame for _, frame in frames], list(settlements.values()))
         except TROUBLE as error:
             self._trouble.hit(error)
             return False
         self._trouble.over()
-        self._take_settled(ending, written.settled)
+        self._take_settled(list(settlements), written.settled)
         self._take_positions([active for active, _ in frames], written.positions)
         return True
+
+    def _write_large(self, active: ActiveRequest, settlement: Settlement) -> bool:
+        """Alone: what is too long for the server costs the connection, and what else is on it."""
+        if settlement.num_bytes > MAX_REPLY_BYTES:
+            self._shrink(active, settlement.num_bytes)
+            return True
+        try:
+            [result] = self._ledger.write([], [settlement]).settled
+        except TROUBLE as error:
+            self._trouble.hit(error)
+            refused = self._ledger.is_reachable()
+        else:
+            refused = isinstance(result, ResponseError) and str(result).startswith("Protocol error")
+            if not refused:
+                self._trouble.over()
+                self._take_settled([active], [result])
+                return True
+        active.num_refusals += refused
+        if active.num_refusals == LARGE_TRIES:
+            self._shrink(active, settlement.num_bytes)
+        return False
+
+    def _shrink(self, active: ActiveRequest, num_bytes: int) -> None:
+        """Answer with an error what is too large for a reply."""
+        log.error("reply too large", id=active.id, num_bytes=num_bytes)
+        active.outcome = without_what_is_too_large(active)
+        self._refused.pop(active, None)
+        self._ending[active] = None
 
     def _take_settled(self, ending: list[ActiveRequest], settled: list[Settled | ResponseError]) -> None:
         for active, result in zip(ending, settled, strict=True):
@@ -364,18 +399,3 @@ class Publisher:
             self._registry.drop(active)
         if held:
             log.info("handed back", requests=count, crashed=crashed)
-
-
-def _frame(active: ActiveRequest) -> TokensFrame:
-    assert active.transcript is not None, "it has tokens"
-    return active.delivery.publish(active.transcript.unpublished())
-
-
-def _settlement(active: ActiveRequest) -> Settlement:
-    outcome, outputs = active.outcome, active.outputs
-    assert outcome is not None, "it has ended"
-    if isinstance(outcome, HeadraceError):
-        return active.delivery.fail(outcome)
-    assert outputs is not None, "it ran"
-    tail = _frame(active) if active.streamed and outputs.single and outputs.first.num_unpublished else None
-    return active.delivery.finish(outcome, tail)

@@ -62,6 +62,7 @@ class ActiveRequest:
         outcome: how it ended, to be written.
         deadline_s: monotonic.
         first_token_s, last_token_s: monotonic; of this attempt.
+        num_refusals: how often the server seemed to refuse its reply for its size.
         gone: the registry has forgotten it.
     """
 
@@ -76,6 +77,7 @@ class ActiveRequest:
     first_token_s: float | None = None
     last_token_s: float | None = None
     published_s: float = field(default_factory=time.monotonic)
+    num_refusals: int = 0
     gone: bool = False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -209,4 +210,48 @@ def test_every_kind_at_once(client: Client, view: QueueView, worker: Worker) -> 
         assert isinstance(embed, Result)
         assert embed.embedding is not None
         assert failed == "BATCH_FAILED"
+    assert_left_no_trace(worker, view)
+
+
+def test_reply_larger_than_the_server_takes_is_an_error_and_keeps_nothing_else_back() -> None:
+    """Whose least setting is a megabyte. Refusing what is longer, it closes the connection."""
+    with Server(proto_max_bulk_len="1mb") as server, worker_thread(server.url, "q", FakeEngine(max_batch_size=2 * BATCH_SIZE)) as worker:
+        with Client(server.url, queue="q") as client:
+            large = client.submit("hello", max_tokens=3000, n=BATCH_SIZE, logprobs=0)
+            beside = client.submit("beside", max_tokens=30)
+            with pytest.raises(InvalidRequest, match="logprobs asks for more than one reply can hold"):
+                large.result(timeout=60)
+            assert beside.result(timeout=30).token_ids == expected_tokens("beside", 30)
+            assert client.submit_and_wait("after", max_tokens=3, timeout=30).token_ids == expected_tokens("after", 3)
+        eventually(lambda: idle(worker), "the engine idle")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({}, "max_tokens"), ({"n": 2}, "n"), ({"n": 2, "logprobs": 0}, "logprobs"), ({"stream": True}, "max_tokens")],
+    ids=str,
+)
+def test_reply_above_our_own_limit_is_an_error_at_once(
+    client: Client, view: QueueView, worker: Worker, options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.output.LEAST_BULK_BYTES", 1000)
+    monkeypatch.setattr("worker.output.MAX_REPLY_BYTES", 2000)
+    with pytest.raises(InvalidRequest, match="asks for more than one reply can hold") as refused:
+        client.submit_and_wait("hello", max_tokens=400, timeout=30, **options)
+    assert refused.value.field == field
+    assert client.submit_and_wait("hello", max_tokens=100, timeout=30).token_ids == expected_tokens("hello", 100)
+    assert_left_no_trace(worker, view)
+
+
+def test_cancelled_request_whose_partial_output_is_too_large_is_told_without_it(
+    client: Client, view: QueueView, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.output.LEAST_BULK_BYTES", 1000)
+    monkeypatch.setattr("worker.output.MAX_REPLY_BYTES", 2000)
+    handle = client.submit("hello", max_tokens=90_000)
+    eventually(lambda: worker.loop.num_tokens > 1000, "much is written")
+    handle.cancel()
+    with pytest.raises(Cancelled) as cancelled:
+        handle.result(timeout=30)
+    assert (cancelled.value.partial_text, cancelled.value.partial_token_ids) == ("", [])
     assert_left_no_trace(worker, view)

@@ -12,6 +12,9 @@ from producer.keys import Tier
 from producer.wire import MAX_LABEL_BYTES, Chunk, Encoding, Result, Usage
 from worker.stream.consumer import Entry
 
+MAX_REPLY_BYTES = 256 * 2**20  # of one frame: half of what Redis takes by its own default (proto-max-bulk-len)
+LEAST_BULK_BYTES = 2**20  # the least that a server can be set to take
+
 Status = Literal["done", "failed", "cancelled"]
 
 
@@ -43,6 +46,11 @@ class Settlement:
     tail: TokensFrame | None = None
     dead_letter: str = ""
     usage: Usage | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its longest frame, which the server has to take as one argument."""
+        return max(len(self.body), len(self.tail.body) if self.tail is not None else 0)
 
 
 @dataclass(slots=True, eq=False)

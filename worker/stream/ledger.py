@@ -159,6 +159,13 @@ class Ledger:
             positions = [None if n in (_LOST, _SETTLED) else n for n in positions]
         return Written(positions, [reply if isinstance(reply, ResponseError) else _settled(*reply) for reply in replies])
 
+    def is_reachable(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            return bool(self._client.ping())
+        except (redis.RedisError, OSError):
+            return False
+
     def renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Renew the leases of ``deliveries``; returns those that are lost."""
         return [lost for page in _pages(deliveries) for lost in self._renew(page)]
