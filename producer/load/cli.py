@@ -21,6 +21,7 @@ from producer.cli.options import open_client, queue_options, redis_errors
 from producer.client import Client
 from producer.load import page
 from producer.load import trace as traces
+from producer.load.books import settle
 from producer.load.callers import Shape
 from producer.load.cancel_storm import cancel_storm as run_cancel_storm
 from producer.load.limits import limits as run_limits
@@ -185,7 +186,7 @@ def limits(redis_url: str, queue: str, goal_ms: float, as_json: bool, folder: Pa
 @_callers_option
 @click.option("--restart-command", help="Shell command that restarts a worker and returns.")
 @click.option("--worker", help="Name of a worker on this host, or its process id: it gets SIGTERM, and is started anew by its supervisor.")
-@click.option("--seconds", default=30.0, show_default=True, type=_POSITIVE, help="Length of the load; longer where the restart is.")
+@click.option("--seconds", default=30.0, show_default=True, type=_POSITIVE, help="Length of the load; its half goes on after the restart.")
 @click.option("--gap-goal", "gap_goal_s", default=60.0, show_default=True, type=_POSITIVE, help="Most seconds without any token.")
 def reload(
     redis_url: str,
@@ -197,13 +198,14 @@ def reload(
     worker: str | None,
     seconds: float,
     gap_goal_s: float,
+    timeout_s: float,
     **options: Any,
 ) -> None:
     """Restart a worker under load: how long nothing moves, and whether every request is answered once."""
     if (restart_command is None) == (worker is None):
         raise click.UsageError("give either --restart-command or --worker")
     with open_client(redis_url, queue) as operator:
-        restart = _command(restart_command) if restart_command is not None else _sigterm(_pid_of(operator, worker or ""))
+        restart = _command(restart_command or "") if worker is None else _sigterm(operator, _pid_of(operator, worker), timeout_s)
 
         def test(client: AsyncClient, timeout_s: float) -> Awaitable[Report]:
             return restart_under_load(
@@ -217,7 +219,7 @@ def reload(
                 timeout_s=timeout_s,
             )
 
-        _run(test, redis_url, queue, **options)
+        _run(test, redis_url, queue, timeout_s, **options)
 
 
 @load.command()
@@ -292,13 +294,20 @@ def _command(command: str) -> Restart:
     return restart
 
 
-def _sigterm(pid: int) -> Restart:
+def _sigterm(client: Client, pid: int, timeout_s: float) -> Restart:
+    """Whether it has ended its heartbeat says: the process may stay for long as a zombie of a supervisor that is busy."""
+
+    def lives() -> bool:
+        workers = [worker.fields for worker in read_status(client.redis, client.queue).workers]
+        return any((said.get("host"), said.get("pid")) == (socket.gethostname(), str(pid)) for said in workers)
+
     async def restart() -> str:
         try:
             os.kill(pid, signal.SIGTERM)
         except OSError as error:
             return f"process {pid}: {error.strerror}"
-        return ""
+        lived = await asyncio.to_thread(settle, lives, False, timeout_s)
+        return f"process {pid} has not ended within {timeout_s:g} s" if lived else ""
 
     return restart
 

@@ -96,13 +96,15 @@ class Report:
 
     def render(self) -> Group:
         """For a terminal."""
-        table = Table(title=f"{self.test}: {self.about}", title_justify="left")
+        table = Table()
         for column, cell in zip(self.columns, self.rows[0], strict=True):
             table.add_column(column, justify="left" if isinstance(cell, str) else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(text_of(cell)) for cell in row))
         lines = [Text(check.line, style="green" if check.ok else "bold red") for check in self.checks]
-        return Group(table, *lines, *([Text(self.summary, style="bold")] if self.summary else []))
+        return Group(
+            Text(f"{self.test}: {self.about}", style="italic"), table, *lines, *([Text(self.summary, style="bold")] if self.summary else [])
+        )
 
 
 def text_of(cell: Cell) -> str:

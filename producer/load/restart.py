@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -13,7 +14,8 @@ from producer.load.callers import Call, Callers, Shape, answered
 from producer.load.report import Cell, Check, Panel, Report, Series, all_answered
 
 _SETTLE_S = 10.0
-_BEFORE, _AFTER = 0.3, 0.5  # shares of the run: before the restart, and at least after it
+_BEFORE, _AFTER = 0.3, 0.5  # shares of the run: before the restart, and at least after tokens flow again
+_POLL_S = 0.1
 _BINS = 60
 
 Restart = Callable[[], Awaitable[str]]
@@ -30,23 +32,32 @@ async def restart_under_load(
     gap_goal_s: float,
     timeout_s: float,
 ) -> Report:
-    """Closed loop of streaming callers for ``seconds`` or more, with a restart within.
+    """Closed loop of streaming callers for ``seconds`` or more, with a restart within and tokens that flow again.
 
     Args:
-        restart: returns '' when the restart has been ordered, or why it could not be.
+        restart: returns '' when the worker has ended, or, where it cannot know, when its restart has been ordered; else what went wrong.
+        timeout_s: how long a call may take, and tokens may stay away after the restart.
     """
     callers = Callers(client, timeout_s=timeout_s)
-    end_s = seconds
+    end_s = math.inf
     load = asyncio.create_task(callers.closed_loop(shape, num_callers, lambda: callers.now_s() < end_s))
     await asyncio.sleep(_BEFORE * seconds)
     at_s = callers.now_s()
     trouble = await restart()
+    done_s = callers.now_s()
+    await _token_after(callers, done_s, timeout_s)
     end_s = max(seconds, callers.now_s() + _AFTER * seconds)
     calls = await load
     ids = [call.request_id for call in calls]
     left = await asyncio.to_thread(settle, lambda: remains(operator.redis, operator.keys, ids), Remains(), _SETTLE_S)
-    ordered = Check("the restart succeeds", not trouble, trouble or "it was ordered")
-    return _report(calls, [ordered, all_answered(calls), *left.checks(len(ids))], at_s, gap_goal_s)
+    done = Check("the restart succeeds", not trouble, trouble or f"done after {done_s - at_s:.1f} s")
+    return _report(calls, [done, all_answered(calls), *left.checks(len(ids))], at_s, gap_goal_s)
+
+
+async def _token_after(callers: Callers, after_s: float, timeout_s: float) -> None:
+    """Wait until a caller has got a token after ``after_s``, for at most ``timeout_s``."""
+    while callers.now_s() < after_s + timeout_s and not any(call.record.token_times_s[-1:] > [after_s] for call in callers.calls):
+        await asyncio.sleep(_POLL_S)
 
 
 def longest_gap(times_s: Sequence[float], after_s: float) -> tuple[float, float] | None:

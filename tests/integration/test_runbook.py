@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +42,7 @@ def commands(name: str) -> list[str]:
 
 REDIS_COMMANDS = [command for command in commands("runbook.md") if command.startswith("redis-cli")]
 HEADRACE_COMMANDS = [command for command in commands("runbook.md") if command.startswith(("headrace", "rq "))]
+SUPERVISION = re.findall(r"```bash\n(.*?)```", (OPS / "runbook.md").read_text(), re.DOTALL)
 CRONTAB = re.findall(r"```crontab\n(.*?)```", (OPS / "runbook.md").read_text(), re.DOTALL)
 
 
@@ -53,21 +56,10 @@ class InUse:
     dead_id: str
 
     def shell(self, command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run a line of the runbook as an operator does, with our ``redis-cli`` and ``headrace`` pointed at this server."""
-        (folder / "headrace").write_text(f'#!/bin/sh\nexec {sys.executable} -c "from producer.cli import main; main()" "$@"\n')
-        (folder / "redis-cli").write_text(f'#!/bin/sh\nexec {shutil.which("redis-cli")} -e -p {self.port} "$@"\n')
-        (folder / "rq").write_text(f'#!/bin/sh\nexec {sys.executable} -m rq.cli "$@"\n')
-        for name in ("headrace", "redis-cli", "rq"):
-            (folder / name).chmod(0o755)
-        environment = os.environ | {
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "HEADRACE_REDIS": f"redis://127.0.0.1:{self.port}/0",
-            "WORKER": self.worker,
-            "ID": self.dead_id if "dead" in command else self.request_id,
-        }
+        """Run a line of the runbook as an operator does, to its end."""
         return subprocess.run(
             ["bash", "-o", "pipefail", "-c", command],
-            env=environment,
+            env=self.environment(command, folder),
             cwd=folder,
             capture_output=True,
             text=True,
@@ -75,6 +67,23 @@ class InUse:
             check=False,
             timeout=60,
         )
+
+    def environment(self, command: str, folder: Path) -> dict[str, str]:
+        """That of a shell with ``redis-cli`` and ``headrace`` pointed at this server; workers that it starts have the fake engine."""
+        fake = f'"worker") shift; exec {sys.executable} -m tests.fakes --redis "$HEADRACE_REDIS" "$@";;'
+        real = f'*) exec {sys.executable} -c "from producer.cli import main; main()" "$@";;'
+        (folder / "headrace").write_text(f'#!/bin/sh\ncase "$1" in {fake} {real} esac\n')
+        (folder / "redis-cli").write_text(f'#!/bin/sh\nexec {shutil.which("redis-cli")} -e -p {self.port} "$@"\n')
+        (folder / "rq").write_text(f'#!/bin/sh\nexec {sys.executable} -m rq.cli "$@"\n')
+        for name in ("headrace", "redis-cli", "rq"):
+            (folder / name).chmod(0o755)
+        return os.environ | {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "HEADRACE_REDIS": f"redis://127.0.0.1:{self.port}/0",
+            "WORKER": self.worker,
+            "PYTHONPATH": str(OPS.parent),
+            "ID": self.dead_id if "dead" in command else self.request_id,
+        }
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +163,32 @@ def test_first_look_shows_what_the_runbook_says_it_does(in_use: InUse, tmp_path:
 def test_rq_info_shows_the_bulk_job(in_use: InUse, tmp_path: Path) -> None:
     (command,) = [command for command in HEADRACE_COMMANDS if command.startswith("rq info")]
     assert re.search(r"headrace-bulk +\|.* 1, 0 executing", in_use.shell(command, tmp_path).stdout)
+
+
+def test_supervised_worker_is_restarted_under_load_and_serves_again(tmp_path: Path) -> None:
+    loop, reload = SUPERVISION
+    with Server("valkey") as server, server.client() as raw:
+        operator, view = InUse(server.port, "w1", "", ""), QueueView(raw, "default")
+        with supervised(loop, operator.environment(loop, tmp_path), tmp_path):
+            view.await_running()
+            first = view.workers()["w1"]["pid"]
+            result = operator.shell(f"{reload.strip()} --seconds 2 --json", tmp_path)
+            assert result.returncode == 0, result.stdout + result.stderr
+            assert view.workers()["w1"]["pid"] != first
+    figures = dict(json.loads(result.stdout)["rows"])
+    assert figures["answered by w1"] == figures["requests"]
+    assert figures["without progress, s"] >= 1.0  # the loop's own pause
+    assert (tmp_path / "reload" / "index.html").exists()
+
+
+@contextmanager
+def supervised(loop: str, environment: dict[str, str], folder: Path) -> Iterator[None]:
+    """A shell that runs ``loop`` until the end, in a process group of its own."""
+    with subprocess.Popen(["bash", "-c", loop], env=environment, cwd=folder, start_new_session=True, stderr=subprocess.DEVNULL) as shell:
+        try:
+            yield
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
 
 
 def test_line_of_the_crontab_submits_a_job_a_night(in_use: InUse, tmp_path: Path) -> None:
