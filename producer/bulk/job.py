@@ -149,8 +149,9 @@ class _Run:
         """A job that is cancelled sends nothing more: earlier runs know how far its input went, be it gone since."""
         if self._state != "cancelled":
             return await asyncio.to_thread(Extent.of, self._spec.input)
-        total = self._job.meta.get("total", 0)
-        return Extent(total, self._job.meta.get("last_line", total))
+        meta = await asyncio.to_thread(self._job.get_meta)
+        total = meta.get("total", 0)
+        return Extent(total, meta.get("last_line", total))
 
     async def _answer_lines(self) -> Progress:
         await self._save()  # it has begun: from here on `queue.cancel` leaves its requests to the last run
