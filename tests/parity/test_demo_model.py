@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.generation import Expected, Loop, generate, greedy_request
+from tests.instruction_sets import kernels_for
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.model_loader import LoadedModel, load_model, local_model_path
@@ -63,6 +64,18 @@ def test_alone(loaded: LoadedModel, prompts: list[list[int]], expected: list[Exp
 def test_int8_weights_and_cache_still_know_the_capital_of_france() -> None:
     engine = Engine.load("demo", quantization="int8", kv_dtype="int8", num_blocks=32, max_model_len=256)
     assert engine.generate("The capital of France is", temperature=0.0, max_tokens=4)[0].text.startswith(" Paris")
+
+
+def test_so_does_a_cpu_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instructions emulated where this one lacks them."""
+    lib = kernels_for("amx")
+    monkeypatch.setattr("worker.engine.fused.decoder.kernels", lambda: lib)
+    engine = Engine.load("demo", dtype="bfloat16", num_blocks=32, max_model_len=256)
+    question = "The capital of France is"
+    outputs = engine.generate(
+        [question, f"The capital of Italy is Rome, that of Spain is Madrid. {question}"], temperature=0.0, max_tokens=4
+    )
+    assert [output.text[:6] for output in outputs] == [" Paris"] * 2
 
 
 def test_all_at_once_in_random_chunks(loaded: LoadedModel, prompts: list[list[int]], expected: list[Expected]) -> None:

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.instruction_sets import INSTRUCTION_SETS, kernels_for
 from tests.paged_attention import Case, Step, attention_by_definition, make_step, relative_error
 from worker.engine.attention.cpu_backend import CpuAttention, supports
-from worker.engine.native.build import build
-from worker.engine.native.library import GROUP, kernels, typed
+from worker.engine.native.library import GROUP, kernels
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler")
 
@@ -62,7 +61,7 @@ def write_plainly(step: Step) -> None:
     step.v_cache[blocks, :, offsets] = step.value
 
 
-def check(case: Case, dtype: torch.dtype, lib: ctypes.CDLL | None = None) -> None:
+def check(case: Case, dtype: torch.dtype, lib: ctypes.CDLL) -> None:
     step = make_step(case, dtype)
     k_packed, v_packed = pack_keys(step.k_cache), pack_values(step.v_cache)
     out = CpuAttention(lib)(step.query, step.key, step.value, k_packed, v_packed, step.meta, **step.options)
@@ -72,58 +71,36 @@ def check(case: Case, dtype: torch.dtype, lib: ctypes.CDLL | None = None) -> Non
     assert relative_error(out, attention_by_definition(step)) < TOLERANCE[dtype]
 
 
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def lib(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    return kernels_for(request.param)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_attention_by_definition(name: str, dtype: torch.dtype) -> None:
-    check(CASES[name], dtype)
+def test_equals_attention_by_definition(name: str, dtype: torch.dtype, lib: ctypes.CDLL) -> None:
+    check(CASES[name], dtype, lib)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
-def test_any_head_size(head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    check(replace(MIXED, head_dim=head_dim, value_dim=value_dim), dtype)
+def test_any_head_size(head_dim: int, value_dim: int, dtype: torch.dtype, lib: ctypes.CDLL) -> None:
+    check(replace(MIXED, head_dim=head_dim, value_dim=value_dim), dtype, lib)
 
 
 @pytest.mark.parametrize("length", [*range(1, 36), 255, 256, 257, 271, 272, 273, 511, 512, 513])
-def test_lengths_around_the_borders_of_groups_and_spans(length: int) -> None:
-    check(Case(query_lens=(1, min(length, 21)), seq_lens=(length, length), seed=length), torch.bfloat16)
+def test_lengths_around_the_borders_of_groups_and_spans(length: int, lib: ctypes.CDLL) -> None:
+    check(Case(query_lens=(1, min(length, 21)), seq_lens=(length, length), seed=length), torch.bfloat16, lib)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_any_number_of_threads(threads: int) -> None:
+def test_any_number_of_threads(threads: int, lib: ctypes.CDLL) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check(CASES["long sequences, split"], torch.bfloat16)
+        check(CASES["long sequences, split"], torch.bfloat16, lib)
     finally:
         torch.set_num_threads(before)
-
-
-LESS = {
-    "avx512_bf16": ("-DHEADRACE_NO_AMX",),
-    "16 lanes": ("-DHEADRACE_NO_AMX", "-DHEADRACE_NO_AVX512"),  # 8 where there is no AVX-512
-    "8 lanes": ("-DHEADRACE_NO_AMX", "-mno-avx512f"),
-    "4 lanes": ("-DHEADRACE_NO_AMX", "-mno-avx512f", "-mno-avx2", "-mno-fma"),
-}
-
-
-@pytest.fixture(scope="module", params=LESS)
-def lesser_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if platform.machine() != "x86_64":
-        pytest.skip("instruction sets of x86-64")
-    return typed(ctypes.CDLL(str(build(tmp_path_factory.mktemp("native"), LESS[request.param]))))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_for_lesser_cpus_compute_the_same(name: str, lesser_kernels: ctypes.CDLL) -> None:
-    for dtype in TOLERANCE:
-        check(CASES[name], dtype, lesser_kernels)
-
-
-@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
-def test_kernels_for_lesser_cpus_serve_any_head_size(head_dim: int, value_dim: int, lesser_kernels: ctypes.CDLL) -> None:
-    for dtype in TOLERANCE:
-        check(replace(MIXED, head_dim=head_dim, value_dim=value_dim), dtype, lesser_kernels)
 
 
 def test_rows_of_a_merged_projection_need_no_copy() -> None:
@@ -138,10 +115,10 @@ def test_rows_of_a_merged_projection_need_no_copy() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_nan_of_the_model_is_not_hidden_and_stays_in_its_sequence(dtype: torch.dtype) -> None:
+def test_nan_of_the_model_is_not_hidden_and_stays_in_its_sequence(dtype: torch.dtype, lib: ctypes.CDLL) -> None:
     step = make_step(MIXED, dtype)
     step.query[1] = torch.nan
-    out = CpuAttention()(step.query, step.key, step.value, pack_keys(step.k_cache), pack_values(step.v_cache), step.meta, **step.options)
+    out = CpuAttention(lib)(step.query, step.key, step.value, pack_keys(step.k_cache), pack_values(step.v_cache), step.meta, **step.options)
     assert out[1].isnan().all()
     assert not out[0].isnan().any()
     assert not out[2:].isnan().any()

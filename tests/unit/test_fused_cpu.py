@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import platform
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.instruction_sets import INSTRUCTION_SETS, kernels_for
 from tests.paged_attention import Case, make_step
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.attention.layers import discover_layers
@@ -16,8 +15,7 @@ from worker.engine.fused.decoder import FusedDecoder, fuse
 from worker.engine.fused.packing import pack, pack_interleaved
 from worker.engine.fused.structure import NotRecognised, recognise
 from worker.engine.kv_cache import KVCache
-from worker.engine.native.build import build
-from worker.engine.native.library import kernels, typed
+from worker.engine.native.library import kernels
 from worker.engine.quantization import quantize_linears, stored_weight
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler")
@@ -27,7 +25,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama with biases": {"attention_bias": True, "mlp_bias": True},
     "llama, tied, odd vocabulary": {"tie_word_embeddings": True, "vocab_size": VOCAB_SIZE + 5},
-    "llama, deep products": {"hidden_size": 768, "intermediate_size": 1600, "initializer_range": 0.03},
+    "llama, deep products": {"hidden_size": 768, "intermediate_size": 1600, "num_hidden_layers": 2, "initializer_range": 0.03},
     "mistral": {},
     "qwen2": {},
     "qwen3": {},
@@ -102,9 +100,26 @@ def check(model: Any, decoder: FusedDecoder) -> None:
         assert error(last, exact_hidden) < 1.2 * error(their_hidden, exact_hidden)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders that the test makes compute with the kernels of each instruction set in turn."""
+    lib = kernels_for(request.param)
+    monkeypatch.setattr("worker.engine.fused.decoder.kernels", lambda: lib)
+
+
+on_any_cpu = pytest.mark.usefixtures("instruction_set")
+
+
+@on_any_cpu
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_no_further_from_float32_than_the_modules(name: str, threads: int) -> None:
+def test_no_further_from_float32_than_the_modules(name: str) -> None:
+    model = make_model(name)
+    check(model, make_decoder(model))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
+def test_any_number_of_threads(name: str, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -114,6 +129,7 @@ def test_no_further_from_float32_than_the_modules(name: str, threads: int) -> No
         torch.set_num_threads(before)
 
 
+@on_any_cpu
 @pytest.mark.parametrize("name", ["llama with biases", "llama, tied, odd vocabulary", "llama, deep products", "gemma2"])
 def test_weights_in_int8_are_no_further_from_the_same_in_float32(name: str) -> None:
     model = make_model(name)
@@ -129,25 +145,7 @@ def test_a_cache_of_int8_costs_little() -> None:
     assert all(0 < error(a, b) < 0.03 for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("-DHEADRACE_NO_AMX",),
-        ("-DHEADRACE_NO_AMX", "-DHEADRACE_NO_AVX512"),
-        ("-DHEADRACE_NO_AMX", "-mno-avx512f"),
-        ("-DHEADRACE_NO_AMX", "-mno-avx512f", "-mno-avx2", "-mno-fma"),
-    ],
-)
-def test_kernels_for_lesser_cpus_compute_the_same(
-    options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lib = typed(ctypes.CDLL(str(build(tmp_path_factory.mktemp("native"), options))))
-    monkeypatch.setattr("worker.engine.fused.decoder.kernels", lambda: lib)
-    model = make_model("llama, deep products")
-    check(model, make_decoder(model))
-
-
+@on_any_cpu
 @torch.inference_mode()
 def test_a_step_does_not_depend_on_its_neighbours() -> None:
     """Bit for bit: the same request alone and beside others, in any order."""
@@ -168,6 +166,7 @@ def decode(decoder: FusedDecoder, token_ids: Tensor) -> Tensor:
     return decoder(token_ids.flatten(), meta.positions, meta, rows)[0].clone()
 
 
+@on_any_cpu
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama, tied, odd vocabulary", "gemma2"])
 @pytest.mark.parametrize("count", [1, 5, 40])
@@ -182,6 +181,7 @@ def test_the_likeliest_tokens_need_no_logits(name: str, count: int) -> None:
     assert torch.equal(hidden, same_hidden)
 
 
+@on_any_cpu
 @torch.inference_mode()
 def test_a_row_of_nan_has_no_likeliest_token_and_harms_no_other() -> None:
     model = make_model("llama")

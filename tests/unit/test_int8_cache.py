@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from producer.errors import ModelUnavailable
+from tests.instruction_sets import INSTRUCTION_SETS, kernels_for
 from tests.paged_attention import Case, Step, attention_by_definition, make_step, relative_error
 from tests.tiny_engine import EOS, loaded_model, request, run, tiny_engine
 from worker.engine.attention import torch_backend
@@ -20,8 +19,7 @@ from worker.engine.attention.cpu_backend import CpuAttention
 from worker.engine.config import EngineConfig
 from worker.engine.kv_cache import KVCache, block_bytes
 from worker.engine.model_runner import ModelRunner, choose_backend
-from worker.engine.native.build import build
-from worker.engine.native.library import GROUP, kernels, typed
+from worker.engine.native.library import GROUP, kernels
 from worker.engine.quantization import SCALE_BYTES, with_scale, without_scale
 
 native = pytest.mark.skipif(kernels() is None, reason="no C compiler")
@@ -64,7 +62,7 @@ def expected(step: Step) -> tuple[Tensor, Tensor, Tensor]:
     return k_rows, v_rows, attention_by_definition(read)
 
 
-def check(case: Case, dtype: torch.dtype, lib: ctypes.CDLL | None = None) -> None:
+def check(case: Case, dtype: torch.dtype, lib: ctypes.CDLL) -> None:
     step = make_step(case, dtype)
     k_packed, v_packed = packed(with_scale(step.k_cache), keys=True), packed(with_scale(step.v_cache), keys=False)
     out = CpuAttention(lib)(step.query, step.key, step.value, k_packed, v_packed, step.meta, **step.options)
@@ -74,20 +72,16 @@ def check(case: Case, dtype: torch.dtype, lib: ctypes.CDLL | None = None) -> Non
     assert relative_error(out, exact) < TOLERANCE[dtype]
 
 
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def lib(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    return kernels_for(request.param)
+
+
 @native
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_write_and_read_what_the_rounded_rows_say(name: str, dtype: torch.dtype) -> None:
-    check(CASES[name], dtype)
-
-
-@native
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
-@pytest.mark.parametrize("options", [("-DHEADRACE_NO_AMX",), ("-DHEADRACE_NO_AMX", "-mno-avx512f"), ("-DHEADRACE_NO_AMX", "-mno-avx2")])
-def test_kernels_for_lesser_cpus_do_so_too(options: tuple[str, ...], tmp_path: Path) -> None:
-    lib = typed(ctypes.CDLL(str(build(tmp_path, options))))
-    for dtype in TOLERANCE:
-        check(CASES["wider values"], dtype, lib)
+def test_the_kernels_write_and_read_what_the_rounded_rows_say(name: str, dtype: torch.dtype, lib: ctypes.CDLL) -> None:
+    check(CASES[name], dtype, lib)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -105,11 +99,11 @@ def test_so_does_the_reference(name: str, dtype: torch.dtype) -> None:
 @native
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_number_is_not_hidden_and_stays_in_its_sequence(value: float, dtype: torch.dtype) -> None:
+def test_what_is_no_number_is_not_hidden_and_stays_in_its_sequence(value: float, dtype: torch.dtype, lib: ctypes.CDLL) -> None:
     step = make_step(MIXED, dtype)
     step.key[1, 0, 3] = step.value[2, 1, 5] = value
     caches = packed(with_scale(step.k_cache), keys=True), packed(with_scale(step.v_cache), keys=False)
-    out = CpuAttention()(step.query, step.key, step.value, *caches, step.meta, **step.options)
+    out = CpuAttention(lib)(step.query, step.key, step.value, *caches, step.meta, **step.options)
     assert out[1, :2].isnan().all()
     assert out[2, 2:].isnan().all()
     assert not out[[0, *range(3, step.case.num_tokens)]].isnan().any()
@@ -117,12 +111,12 @@ def test_what_is_no_number_is_not_hidden_and_stays_in_its_sequence(value: float,
 
 @native
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e30])
-def test_rows_of_any_magnitude_are_written_as_the_reference_writes_them(size: float) -> None:
+def test_rows_of_any_magnitude_are_written_as_the_reference_writes_them(size: float, lib: ctypes.CDLL) -> None:
     step = make_step(MIXED)
     step.key.mul_(size)
     step.value.mul_(size)
     caches = packed(with_scale(step.k_cache), keys=True), packed(with_scale(step.v_cache), keys=False)
-    CpuAttention()(step.query, step.key, step.value, *caches, step.meta, **step.options)
+    CpuAttention(lib)(step.query, step.key, step.value, *caches, step.meta, **step.options)
     k_rows, v_rows, _ = expected(step)
     assert torch.equal(caches[0], packed(k_rows, keys=True))
     assert torch.equal(caches[1], packed(v_rows, keys=False))

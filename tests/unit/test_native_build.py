@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.instruction_sets import kernels_for
 from worker.engine.native import build as native
 from worker.engine.native.build import BuildFailed, build
+from worker.engine.native.library import typed
 
 needs_compiler = pytest.mark.skipif(native.load_library() is None, reason="no C compiler")
 
@@ -33,6 +37,20 @@ def test_processes_that_race_end_with_one_library(tmp_path: Path) -> None:
 @needs_compiler
 def test_other_options_make_another_library(tmp_path: Path) -> None:
     assert build(tmp_path) != build(tmp_path, ("-DHEADRACE_NO_AMX",))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("instruction_set", "branch"), [("amx", b"amx"), ("avx512_bf16", b"avx512_bf16"), ("sse2", b"portable")])
+def test_tests_for_other_cpus_run_their_branches(instruction_set: str, branch: bytes) -> None:
+    assert kernels_for(instruction_set).headrace_isa() == branch
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+def test_compiles_with_the_instructions_that_tests_emulate(tmp_path: Path) -> None:
+    """Whether or not this CPU has them; to ask which branch it is needs none of them."""
+    library = build(tmp_path, ("-march=sapphirerapids", "-UHEADRACE_NO_AMX"))
+    assert typed(ctypes.CDLL(str(library))).headrace_isa() == b"amx"
 
 
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

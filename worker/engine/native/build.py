@@ -48,7 +48,7 @@ def build(directory: Path, options: tuple[str, ...] = ()) -> Path:
     """Path of the shared object in ``directory``, compiled if it is not there. Safe for processes that race.
 
     Args:
-        options: for the compiler, after ours; tests leave instruction sets out with them.
+        options: for the compiler, after ours; tests leave instruction sets out, or put others in, with them.
 
     Raises:
         BuildFailed: no compiler, or it failed.
@@ -56,7 +56,7 @@ def build(directory: Path, options: tuple[str, ...] = ()) -> Path:
     """
     compiler = _compiler()
     if not _amx_allowed():
-        options += ("-DHEADRACE_NO_AMX",)
+        options = ("-DHEADRACE_NO_AMX", *options)
     target = directory / f"kernels-{_key(compiler, options)}.so"
     if not target.exists():
         directory.mkdir(parents=True, exist_ok=True)
