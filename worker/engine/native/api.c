@@ -8,7 +8,7 @@
 const char *headrace_isa(void) {
 #if HAVE_AMX
     return "amx";
-#elif defined(__AVX512BF16__) && !defined(HEADRACE_NO_AVX512)
+#elif defined(__AVX512BF16__)
     return "avx512_bf16";
 #elif defined(__AVX2__) && defined(__FMA__)
     return "avx2";

@@ -14,7 +14,7 @@ struct attn_scratch {
     const char *blocks[2][SPAN_GROUPS]; /* keys and values of the span's groups, of the item's first KV head */
     const void *groups[SPAN_GROUPS];    /* what a kernel is given of them */
     _Alignas(CACHE_LINE) float scores[MAX_ROWS * SPAN_STRIDE];
-    _Alignas(CACHE_LINE) float weights[MAX_ROWS * SPAN_STRIDE]; /* of the cache's dtype, so half as many bytes in bfloat16 */
+    _Alignas(CACHE_LINE) float weights[MAX_ROWS * SPAN_STRIDE]; /* half as many bytes in bfloat16 */
     /* then: query rows, output rows, the values of a few tokens, groups made of an int8 cache */
 };
 
@@ -24,7 +24,8 @@ struct attn_tile {
     const struct attn_batch *batch;
     const struct attn_item *item;
     struct attn_shape shape;
-    int size, group, num_rows;         /* bytes of an element; heads that share a KV head; rows of the tile */
+    int size, kv_size;                 /* bytes of an element of query rows and weights, and of groups */
+    int group, num_rows;               /* heads that share a KV head; rows of the tile */
     int first_query, first_position;   /* of the sequence's rows in this step */
     int64_t key_row, value_row;        /* bytes of a token's in the cache */
     int64_t key_bytes, value_bytes;    /* from a KV head's part of a block to the next one's */
@@ -38,8 +39,10 @@ static int max_int(int a, int b) { return a > b ? a : b; }
 static int size_of(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
 
 static struct attn_shape shape_of(const struct attn_layer *layer) {
+    int dtype = attn_dtype(layer);
     return (struct attn_shape){
-        .dtype = layer->dtype, .dim = layer->head_dim, .v_dim = layer->v_dim, .depth = layer->block_size % MAX_DEPTH ? GROUP : MAX_DEPTH,
+        .dtype = dtype, .kv_dtype = layer->int8_cache ? dtype : layer->dtype, .dim = layer->head_dim, .v_dim = layer->v_dim,
+        .depth = layer->block_size % MAX_DEPTH ? GROUP : MAX_DEPTH,
         .q_stride = ROUND_UP(layer->head_dim, 32), .o_stride = ROUND_UP(layer->v_dim, 16),
     };
 }
@@ -47,11 +50,11 @@ static struct attn_shape shape_of(const struct attn_layer *layer) {
 static int64_t query_tile_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_ROWS * s->q_stride * size_of(s->dtype)); }
 static int64_t output_tile_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_ROWS * s->o_stride * sizeof(float)); }
 
-static int64_t tail_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_DEPTH * s->v_dim * size_of(s->dtype)); }
+static int64_t tail_bytes(const struct attn_shape *s) { return attn_align((int64_t)MAX_DEPTH * s->v_dim * size_of(s->kv_dtype)); }
 
 static int64_t room_bytes(const struct attn_layer *layer) {
     int dim = max_int(layer->head_dim, layer->v_dim);
-    return layer->int8_cache ? attn_align((int64_t)ROOM_GROUPS * GROUP * dim * size_of(layer->dtype)) : 0;
+    return layer->int8_cache ? attn_align((int64_t)ROOM_GROUPS * GROUP * dim * size_of(attn_dtype(layer))) : 0;
 }
 
 int64_t attn_scratch_bytes(const struct attn_layer *layer) {
@@ -70,11 +73,15 @@ static struct source source_of(const struct attn_tile *t, int row) {
 }
 
 static void load_query(const struct attn_tile *t, const void *query, int64_t query_stride) {
-    size_t bytes = (size_t)(t->layer->head_dim * t->size), row_bytes = (size_t)(t->shape.q_stride * t->size);
+    int dim = t->layer->head_dim, given = size_of(t->layer->dtype);
+    size_t bytes = (size_t)(dim * t->size), row_bytes = (size_t)(t->shape.q_stride * t->size);
     for (int r = 0; r < t->num_rows; r++) {
-        struct source from = source_of(t, r);
+        struct source of = source_of(t, r);
+        const char *from = (const char *)query + (of.query * query_stride + (int64_t)of.head * dim) * given;
         char *to = t->query + (size_t)r * row_bytes;
-        memcpy(to, (const char *)query + (from.query * query_stride + (int64_t)from.head * t->layer->head_dim) * t->size, bytes);
+        if (given == t->size) memcpy(to, from, bytes);
+        else
+            for (int d = 0; d < dim; d++) ((float *)to)[d] = f32_of_bf16(((const bf16 *)from)[d]);
         if (row_bytes > bytes) memset(to + bytes, 0, row_bytes - bytes);
     }
 }
@@ -118,19 +125,19 @@ static int find_groups(const struct attn_tile *t, int begin, int end) {
 /* A group of keys as the kernels read it: where it lies, or made in the room's place `index`. */
 static const void *keys_at(const struct attn_tile *t, const char *group, int index) {
     if (!t->layer->int8_cache) return group;
-    char *made = t->room + (int64_t)index * GROUP * t->layer->head_dim * t->size;
-    int8_read_keys((const int8_t *)group, t->layer->head_dim, t->layer->dtype, made);
+    char *made = t->room + (int64_t)index * GROUP * t->layer->head_dim * t->kv_size;
+    int8_read_keys((const int8_t *)group, t->layer->head_dim, t->shape.kv_dtype, made);
     return made;
 }
 
 /* Likewise, the values of `depth` tokens. */
 static const void *values_at(const struct attn_tile *t, const char *groups, int index) {
     if (!t->layer->int8_cache) return groups;
-    int64_t bytes = (int64_t)GROUP * t->layer->v_dim * t->size;
+    int64_t bytes = (int64_t)GROUP * t->layer->v_dim * t->kv_size;
     int count = t->shape.depth / GROUP;
     char *made = t->room + index * count * bytes;
     for (int i = 0; i < count; i++)
-        int8_read_values((const int8_t *)groups + i * GROUP * t->value_row, t->layer->v_dim, t->layer->dtype, made + i * bytes);
+        int8_read_values((const int8_t *)groups + i * GROUP * t->value_row, t->layer->v_dim, t->shape.kv_dtype, made + i * bytes);
     return made;
 }
 
@@ -145,8 +152,8 @@ static const void *const *keys_of(const struct attn_tile *t, int head, int first
 /* A copy of values with tokens from `valid` on set to zero: what lies there may be anything, NaN too. */
 static const void *clean_tail(const struct attn_tile *t, const void *values, int valid) {
     int v_dim = t->layer->v_dim, depth = t->shape.depth;
-    memcpy(t->tail, values, (size_t)(depth * v_dim * t->size));
-    if (t->layer->dtype == DTYPE_F32) {
+    memcpy(t->tail, values, (size_t)(depth * v_dim * t->kv_size));
+    if (t->shape.kv_dtype == DTYPE_F32) {
         memset(t->tail + (int64_t)valid * v_dim * 4, 0, (size_t)((depth - valid) * v_dim * 4));
         return t->tail;
     }
@@ -205,8 +212,8 @@ static void attend_span(const struct attn_tile *t, int begin, int end) {
     struct attn_scratch *scratch = t->scratch;
     score_span(t, find_groups(t, begin, end));
     set_visible(t, begin, end);
-    softmax_span(&scratch->softmax, t->layer, t->num_rows, ROUND_UP(end - begin, t->shape.depth), scratch->scores, scratch->weights, t->out,
-                 t->shape.o_stride);
+    softmax_span(&scratch->softmax, t->layer, t->shape.dtype, t->num_rows, ROUND_UP(end - begin, t->shape.depth), scratch->scores,
+                 scratch->weights, t->out, t->shape.o_stride);
     weigh_values(t, end - begin);
 }
 
@@ -259,8 +266,10 @@ static void finish_rows(const struct attn_tile *t, const struct attn_plan *plan,
 
 static struct attn_tile tile_of(const struct attn_layer *layer, const struct attn_batch *batch, const struct attn_plan *plan, int tid) {
     char *scratch = plan->scratch + tid * plan->scratch_bytes;
-    struct attn_tile t = {.layer = layer, .batch = batch, .shape = shape_of(layer), .size = size_of(layer->dtype),
+    struct attn_tile t = {.layer = layer, .batch = batch, .shape = shape_of(layer),
                           .group = layer->num_heads / layer->num_kv_heads, .scratch = (struct attn_scratch *)scratch};
+    t.size = size_of(t.shape.dtype);
+    t.kv_size = size_of(t.shape.kv_dtype);
     t.key_row = cache_row_bytes(layer, layer->head_dim);
     t.value_row = cache_row_bytes(layer, layer->v_dim);
     t.key_bytes = layer->block_size * t.key_row;

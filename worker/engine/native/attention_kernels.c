@@ -2,143 +2,107 @@
 
 #include "amx.h"
 
-#if defined(__AVX512BF16__) && !defined(HEADRACE_NO_AVX512)
+#if defined(__AVX512BF16__)
 #define HAVE_AVX512_BF16 1
 #else
 #define HAVE_AVX512_BF16 0
 #endif
 
-/* ---- plain vectors: any dims, bfloat16 and float32 ---- */
+/* ---- plain vectors: queries and weights in float32, keys and values in that or bfloat16 (`narrow`); any dims ---- */
 
-#define ROWS_AT_ONCE 4
 #define PARTS (GROUP / LANES) /* vectors of a group of tokens */
+#define MOST_ROWS 6           /* whose sums, sixteen each, fit sixteen registers of eight lanes and leave some over */
+#define TOKENS_AT_ONCE 128    /* whose values are weighed together */
 #define INLINED static inline __attribute__((always_inline))
 
 /* Calls `rows(first, count)` for all of them, `count` a constant: sums of that many rows stay in registers. */
 #define FOR_ROWS(num_rows, rows) \
     do { \
         int first = 0; \
-        for (; first + ROWS_AT_ONCE <= (num_rows); first += ROWS_AT_ONCE) rows(first, ROWS_AT_ONCE); \
-        if ((num_rows) - first == 3) rows(first, 3); \
-        if ((num_rows) - first == 2) rows(first, 2); \
-        if ((num_rows) - first == 1) rows(first, 1); \
+        for (; first + MOST_ROWS <= (num_rows); first += MOST_ROWS) rows(first, MOST_ROWS); \
+        switch ((num_rows) - first) { \
+        case 5: rows(first, 5); break; \
+        case 4: rows(first, 4); break; \
+        case 3: rows(first, 3); break; \
+        case 2: rows(first, 2); break; \
+        case 1: rows(first, 1); break; \
+        } \
     } while (0)
 
-INLINED void score_rows_bf16(const struct attn_shape *shape, const bf16 *q, const bf16 *k, const int count, float *scores) {
-    vf32 sums[ROWS_AT_ONCE][PARTS] = {0};
-    for (int d = 0; d < shape->dim; d += 2) {
-        vu32 pairs[PARTS];
-        for (int i = 0; i < PARTS; i++) pairs[i] = v_load_pairs(k + d * GROUP + 2 * i * LANES);
-        for (int r = 0; r < count; r++) {
-            vu32 pair = v_set_pair(q + r * shape->q_stride + d);
-            for (int i = 0; i < PARTS; i++) sums[r][i] += v_even_of(pair) * v_even_of(pairs[i]);
-            for (int i = 0; i < PARTS; i++) sums[r][i] += v_odd_of(pair) * v_odd_of(pairs[i]);
-        }
+/* sums[r] += x[r] * sixteen columns of row n of a group whose rows are `width` wide. The rows of a narrow group lie in pairs, so that
+ * sixteen columns are 64 bytes of both kinds. */
+INLINED void add_row(vf32 sums[][PARTS], const int count, const float *x, int x_stride, const float *group, int n, int width, const int narrow) {
+    vf32 row[PARTS];
+    for (int i = 0; i < PARTS; i++) {
+        if (narrow) {
+            vu32 pairs = v_load_pairs((const bf16 *)(group + n / 2 * width + i * LANES));
+            row[i] = v_hold(n % 2 ? v_odd_of(pairs) : v_even_of(pairs));
+        } else row[i] = v_hold(v_load(group + n * width + i * LANES));
     }
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < PARTS; i++) sums[r][i] = v_fma(sums[r][i], v_set(x[r * x_stride]), row[i]);
+}
+
+INLINED void score_rows(const struct attn_shape *shape, const float *q, const float *keys, const int narrow, const int count, float *scores) {
+    vf32 sums[MOST_ROWS][PARTS] = {0};
+    for (int pair = 0; pair < shape->dim; pair += 1 + narrow)
+        for (int d = pair; d <= pair + narrow; d++) add_row(sums, count, q + d, shape->q_stride, keys, d, GROUP, narrow);
     for (int r = 0; r < count; r++)
         for (int i = 0; i < PARTS; i++) v_store(scores + r * SPAN_STRIDE + i * LANES, sums[r][i]);
 }
 
-INLINED void score_rows_f32(const struct attn_shape *shape, const float *q, const float *k, const int count, float *scores) {
-    vf32 sums[ROWS_AT_ONCE][PARTS] = {0};
-    for (int d = 0; d < shape->dim; d++)
-        for (int i = 0; i < PARTS; i++) {
-            vf32 keys = v_load(k + d * GROUP + i * LANES);
-            for (int r = 0; r < count; r++) sums[r][i] += q[r * shape->q_stride + d] * keys;
-        }
-    for (int r = 0; r < count; r++)
-        for (int i = 0; i < PARTS; i++) v_store(scores + r * SPAN_STRIDE + i * LANES, sums[r][i]);
-}
-
-/* `width` vectors of values from column d on. */
-INLINED void weigh_rows_bf16(const struct attn_shape *shape, const bf16 *weights, const void *const *values, int num_values, int d,
-                             const int width, const int count, float *out) {
-    vf32 sums[ROWS_AT_ONCE][PARTS];
-    for (int r = 0; r < count; r++)
-        for (int i = 0; i < width; i++) sums[r][i] = v_load(out + r * shape->o_stride + d + i * LANES);
-    for (int n = 0; n < num_values; n++)
-        for (int t = 0; t < shape->depth; t += 2) {
-            vu32 pairs[PARTS];
-            for (int i = 0; i < width; i++) pairs[i] = v_load_pairs((const bf16 *)values[n] + t * shape->v_dim + 2 * (d + i * LANES));
-            for (int r = 0; r < count; r++) {
-                vu32 pair = v_set_pair(weights + r * SPAN_STRIDE + n * shape->depth + t);
-                for (int i = 0; i < width; i++) sums[r][i] += v_even_of(pair) * v_even_of(pairs[i]);
-                for (int i = 0; i < width; i++) sums[r][i] += v_odd_of(pair) * v_odd_of(pairs[i]);
-            }
-        }
-    for (int r = 0; r < count; r++)
-        for (int i = 0; i < width; i++) v_store(out + r * shape->o_stride + d + i * LANES, sums[r][i]);
-}
-
-INLINED void weigh_rows_f32(const struct attn_shape *shape, const float *weights, const void *const *values, int num_values, int d,
-                            const int width, const int count, float *out) {
-    vf32 sums[ROWS_AT_ONCE][PARTS];
-    for (int r = 0; r < count; r++)
-        for (int i = 0; i < width; i++) sums[r][i] = v_load(out + r * shape->o_stride + d + i * LANES);
-    for (int n = 0; n < num_values; n++)
-        for (int t = 0; t < shape->depth; t++)
-            for (int i = 0; i < width; i++) {
-                vf32 v = v_load((const float *)values[n] + t * shape->v_dim + d + i * LANES);
-                for (int r = 0; r < count; r++) sums[r][i] += weights[r * SPAN_STRIDE + n * shape->depth + t] * v;
-            }
-    for (int r = 0; r < count; r++)
-        for (int i = 0; i < width; i++) v_store(out + r * shape->o_stride + d + i * LANES, sums[r][i]);
-}
-
-#if !HAVE_AVX512_BF16
-static void scores_bf16(const struct attn_shape *shape, const bf16 *query, int num_rows, const void *const *groups, float *scores) {
-    for (int g = 0; g < GROUPS_AT_ONCE; g++) {
-#define ROWS(r, count) score_rows_bf16(shape, query + r * shape->q_stride, groups[g], count, scores + r * SPAN_STRIDE + g * GROUP)
-        FOR_ROWS(num_rows, ROWS);
+INLINED void scores_plain(const struct attn_shape *shape, const float *query, int num_rows, const void *const *groups, const int narrow,
+                          float *scores) {
+#define ROWS(r, count) score_rows(shape, query + r * shape->q_stride, groups[g], narrow, count, scores + r * SPAN_STRIDE + g * GROUP)
+    for (int g = 0; g < GROUPS_AT_ONCE; g++) FOR_ROWS(num_rows, ROWS);
 #undef ROWS
-    }
-}
-#endif
-
-static void scores_f32(const struct attn_shape *shape, const float *query, int num_rows, const void *const *groups, float *scores) {
-    for (int g = 0; g < GROUPS_AT_ONCE; g++) {
-#define ROWS(r, count) score_rows_f32(shape, query + r * shape->q_stride, groups[g], count, scores + r * SPAN_STRIDE + g * GROUP)
-        FOR_ROWS(num_rows, ROWS);
-#undef ROWS
-    }
 }
 
-static void values_bf16(const struct attn_shape *shape, const bf16 *weights, int num_rows, const void *const *values, int count, float *out) {
-    int v_dim = shape->v_dim, depth = shape->depth, d = 0;
-#define ROWS(r, n) weigh_rows_bf16(shape, weights + r * SPAN_STRIDE, values, count, d, WIDTH, n, out + r * shape->o_stride)
-#define WIDTH PARTS
-    for (; d + PARTS * LANES <= v_dim; d += PARTS * LANES) FOR_ROWS(num_rows, ROWS);
-#undef WIDTH
-#define WIDTH 1
-    for (; d + LANES <= v_dim; d += LANES) FOR_ROWS(num_rows, ROWS);
-#undef WIDTH
-#undef ROWS
-    for (int i = 0; i < count && d < v_dim; i++)
+/* Sixteen columns of values from column c on. */
+INLINED void weigh_columns(const struct attn_shape *shape, const float *weights, const void *const *values, int num_values, int c,
+                           const int narrow, const int count, float *out) {
+    vf32 sums[MOST_ROWS][PARTS];
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < PARTS; i++) sums[r][i] = v_load(out + r * shape->o_stride + c + i * LANES);
+    for (int n = 0; n < num_values; n++, weights += shape->depth)
+        for (int pair = 0; pair < shape->depth; pair += 2)
+            for (int t = pair; t < pair + 2; t++)
+                add_row(sums, count, weights + t, SPAN_STRIDE, (const float *)values[n] + c, t, shape->v_dim, narrow);
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < PARTS; i++) v_store(out + r * shape->o_stride + c + i * LANES, sums[r][i]);
+}
+
+/* The columns from c on, fewer than sixteen. */
+static void weigh_last(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *values, int num_values, int c,
+                       const int narrow, float *out) {
+    for (int n = 0; n < num_values; n++, weights += shape->depth)
         for (int r = 0; r < num_rows; r++)
-            for (int t = 0; t < depth; t++)
-                for (int c = d; c < v_dim; c++)
-                    out[r * shape->o_stride + c] += f32_of_bf16(weights[r * SPAN_STRIDE + i * depth + t]) *
-                                                    f32_of_bf16(((const bf16 *)values[i])[t / 2 * 2 * v_dim + 2 * c + t % 2]);
+            for (int t = 0; t < shape->depth; t++)
+                for (int i = c; i < shape->v_dim; i++) {
+                    const bf16 *pairs = (const bf16 *)values[n] + t / 2 * 2 * shape->v_dim + 2 * i;
+                    float value = narrow ? f32_of_bf16(pairs[t % 2]) : ((const float *)values[n])[t * shape->v_dim + i];
+                    out[r * shape->o_stride + i] += weights[r * SPAN_STRIDE + t] * value;
+                }
 }
 
-static void values_f32(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *values, int count, float *out) {
-    int v_dim = shape->v_dim, depth = shape->depth, d = 0;
-#define ROWS(r, n) weigh_rows_f32(shape, weights + r * SPAN_STRIDE, values, count, d, WIDTH, n, out + r * shape->o_stride)
-#define WIDTH PARTS
-    for (; d + PARTS * LANES <= v_dim; d += PARTS * LANES) FOR_ROWS(num_rows, ROWS);
-#undef WIDTH
-#define WIDTH 1
-    for (; d + LANES <= v_dim; d += LANES) FOR_ROWS(num_rows, ROWS);
-#undef WIDTH
+/* Columns outside, rows inside: sixteen columns of so many tokens stay in the first cache for all rows. */
+INLINED void weigh_tokens(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *values, int num_values,
+                          const int narrow, float *out) {
+#define ROWS(r, count) \
+    weigh_columns(shape, weights + r * SPAN_STRIDE, values, num_values, c, narrow, count, out + r * shape->o_stride)
+    for (int c = 0; c + GROUP <= shape->v_dim; c += GROUP) FOR_ROWS(num_rows, ROWS);
 #undef ROWS
-    for (int i = 0; i < count && d < v_dim; i++)
-        for (int r = 0; r < num_rows; r++)
-            for (int t = 0; t < depth; t++)
-                for (int c = d; c < v_dim; c++)
-                    out[r * shape->o_stride + c] += weights[r * SPAN_STRIDE + i * depth + t] * ((const float *)values[i])[t * v_dim + c];
 }
 
-/* ---- AVX512-BF16: even dims; v_dim a multiple of 16 ---- */
+INLINED void values_plain(const struct attn_shape *shape, const float *weights, int num_rows, const void *const *values, int num_values,
+                          const int narrow, float *out) {
+    int step = TOKENS_AT_ONCE / shape->depth;
+    for (int n = 0; n < num_values; n += step)
+        weigh_tokens(shape, weights + n * shape->depth, num_rows, values + n, num_values - n < step ? num_values - n : step, narrow, out);
+    weigh_last(shape, weights, num_rows, values, num_values, shape->v_dim / GROUP * GROUP, narrow, out);
+}
+
+/* ---- AVX512-BF16: all in bfloat16; v_dim a multiple of 16 ---- */
 
 #if HAVE_AVX512_BF16
 #define ROW_BLOCK 4
@@ -196,9 +160,11 @@ static void values_avx512(const struct attn_shape *shape, const bf16 *weights, i
 }
 #endif
 
-/* ---- AMX: both dims multiples of 16 ---- */
+/* ---- AMX: all in bfloat16; both dims multiples of 16 ---- */
 
 #if HAVE_AMX
+static int serves_amx(const struct attn_shape *shape) { return shape->dim % 16 == 0 && shape->v_dim % 16 == 0; }
+
 #define TILE_ROWS 16
 #define TILE_BYTES 1024
 #define SCORE_STRIDE (SPAN_STRIDE * (int)sizeof(float))
@@ -329,6 +295,11 @@ static inline __attribute__((always_inline)) void values_amx(const struct attn_s
 }
 #endif
 
+int attn_dtype(const struct attn_layer *layer) {
+    int whole = layer->v_dim % 16 == 0 && (HAVE_AVX512_BF16 || (HAVE_AMX && layer->head_dim % 16 == 0));
+    return layer->dtype == DTYPE_BF16 && whole ? DTYPE_BF16 : DTYPE_F32;
+}
+
 void attn_prepare(int num_rows) {
 #if HAVE_AMX
     uint8_t rows = (uint8_t)(num_rows < TILE_ROWS ? num_rows : TILE_ROWS);
@@ -347,39 +318,35 @@ void attn_finish(void) { AMX_END(); }
 
 void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, float *scores) {
     if (shape->dtype == DTYPE_F32) {
-        scores_f32(shape, query, num_rows, groups, scores);
+        if (shape->kv_dtype == DTYPE_F32) scores_plain(shape, query, num_rows, groups, 0, scores);
+        else scores_plain(shape, query, num_rows, groups, 1, scores);
         return;
     }
 #if HAVE_AMX
-    if (shape->dim % 16 == 0 && shape->v_dim % 16 == 0) {
+    if (serves_amx(shape)) {
         scores_amx(shape, query, num_rows, groups, scores);
         return;
     }
 #endif
 #if HAVE_AVX512_BF16
     scores_avx512(shape, query, num_rows, groups, scores);
-#else
-    scores_bf16(shape, query, num_rows, groups, scores);
 #endif
 }
 
 void attn_values(const struct attn_shape *shape, const void *weights, int num_rows, const void *const *values, int count, float *out) {
     if (shape->dtype == DTYPE_F32) {
-        values_f32(shape, weights, num_rows, values, count, out);
+        if (shape->kv_dtype == DTYPE_F32) values_plain(shape, weights, num_rows, values, count, 0, out);
+        else values_plain(shape, weights, num_rows, values, count, 1, out);
         return;
     }
 #if HAVE_AMX
-    if (shape->dim % 16 == 0 && shape->v_dim % 16 == 0) {
+    if (serves_amx(shape)) {
         if (shape->depth == 32) values_amx(shape, weights, num_rows, values, count, out, 32);
         else values_amx(shape, weights, num_rows, values, count, out, 16);
         return;
     }
 #endif
 #if HAVE_AVX512_BF16
-    if (shape->v_dim % LANES == 0) {
-        values_avx512(shape, weights, num_rows, values, count, out);
-        return;
-    }
+    values_avx512(shape, weights, num_rows, values, count, out);
 #endif
-    values_bf16(shape, weights, num_rows, values, count, out);
 }

@@ -9,11 +9,16 @@
 #define ROUND_UP(x, n) (((x) + (n) - 1) / (n) * (n))
 
 struct attn_shape {
-    int dtype, dim, v_dim;
+    int dtype;    /* of query rows and weights */
+    int kv_dtype; /* of the groups of keys and values */
+    int dim, v_dim;
     int depth;    /* tokens whose values are weighed together: 32 where blocks hold multiples of it, else a group */
     int q_stride; /* elements from query row to query row: dim rounded up to 32 */
     int o_stride; /* floats from output row to output row: v_dim rounded up to 16 */
 };
+
+/* The dtype of query rows and weights: bfloat16 only where the kernels multiply it as it is. */
+int attn_dtype(const struct attn_layer *layer);
 
 /* Prepares the thread's tile unit for so many rows; attn_finish gives it back. */
 void attn_prepare(int num_rows);
@@ -22,7 +27,7 @@ void attn_finish(void);
 /* scores[row][16 g + t] = query[row] . key[g][t] for GROUPS_AT_ONCE groups; scores are SPAN_STRIDE apart. */
 void attn_scores(const struct attn_shape *shape, const void *query, int num_rows, const void *const *groups, float *scores);
 
-/* out[row] += sum over i, t of weights[row][depth i + t] value[i][t], t < depth; weights are of the cache's dtype and SPAN_STRIDE apart. */
+/* out[row] += sum over i, t of weights[row][depth i + t] value[i][t], t < depth; weights are SPAN_STRIDE apart. */
 void attn_values(const struct attn_shape *shape, const void *weights, int num_rows, const void *const *values, int count, float *out);
 
 /* Bytes that each thread needs for itself. */

@@ -79,7 +79,7 @@ static void multiply(const struct block *b) {
     else multiply_16(b);
 }
 
-#elif defined(__AVX512BF16__) && !defined(HEADRACE_NO_AVX512)
+#elif defined(__AVX512BF16__)
 #define ROWS_AT_ONCE 8
 
 static void multiply_rows(const struct block *b, int first, int count) {
@@ -139,14 +139,16 @@ static inline __attribute__((always_inline)) void multiply_rows(const struct blo
     for (int step = 0; step < b->steps; step++, w += STEP_ELEMENTS, rows += PANEL) {
         if (first == 0)
             for (int l = 0; l < tiles * TILE_ROWS; l++) __builtin_prefetch(w + STEPS_AHEAD * STEP_ELEMENTS + l * 2 * TILE_ROWS);
-        for (int k = 0; k < PANEL; k++) {
-            vf32 weights[2 * PARTS];
-            for (int i = 0; i < tiles * PARTS; i++) {
-                vu32 pairs = v_load_pairs(w + i / PARTS * TILE_ELEMENTS + k / 2 * 2 * TILE_ROWS + i % PARTS * 2 * LANES);
-                weights[i] = k % 2 ? v_odd_of(pairs) : v_even_of(pairs);
+        for (int pair = 0; pair < PANEL; pair += 2) {
+            vu32 pairs[2 * PARTS];
+            for (int i = 0; i < tiles * PARTS; i++)
+                pairs[i] = v_load_pairs(w + i / PARTS * TILE_ELEMENTS + pair * TILE_ROWS + i % PARTS * 2 * LANES);
+            for (int k = pair; k < pair + 2; k++) {
+                vf32 weights[2 * PARTS];
+                for (int i = 0; i < tiles * PARTS; i++) weights[i] = v_hold(k % 2 ? v_odd_of(pairs[i]) : v_even_of(pairs[i]));
+                for (int r = 0; r < count; r++)
+                    for (int i = 0; i < tiles * PARTS; i++) sums[r][i] = v_fma(sums[r][i], v_set(rows[r * width + k]), weights[i]);
             }
-            for (int r = 0; r < count; r++)
-                for (int i = 0; i < tiles * PARTS; i++) sums[r][i] += v_set(rows[r * width + k]) * weights[i];
         }
     }
     for (int r = 0; r < count; r++)

@@ -41,10 +41,10 @@ static void update(struct softmax *state, const float *max, float factor, int nu
 }
 
 static inline __attribute__((always_inline)) float row_weights(const float *s, void *weights, int lo, int hi, int width, float factor,
-                                                                float max, const int exact) {
+                                                                float max, const int exact, const int dtype) {
     vf32 a = {0}, b = {0};
     int j = 0, first = lo < hi ? lo / LANES * LANES : width;
-#define STORE(w) (exact ? v_store((float *)weights + j, w) : v_store_bf16((bf16 *)weights + j, w))
+#define STORE(w) (dtype == DTYPE_F32 ? v_store((float *)weights + j, w) : v_store_bf16((bf16 *)weights + j, w))
     for (; j < first; j += LANES) STORE(v_set(0));
     for (; j < hi; j += LANES) {
         vf32 w = v_exp2_to(v_load(s + j) * factor - max, exact);
@@ -60,8 +60,8 @@ static inline __attribute__((always_inline)) float row_weights(const float *s, v
     return v_sum(a + b);
 }
 
-void softmax_span(struct softmax *state, const struct attn_layer *layer, int num_rows, int width, float *scores, void *weights, float *out,
-                  int o_stride) {
+void softmax_span(struct softmax *state, const struct attn_layer *layer, int dtype, int num_rows, int width, float *scores, void *weights,
+                  float *out, int o_stride) {
     float factor = LOG2E * (layer->softcap > 0 ? 1 : layer->scale), max[MAX_ROWS];
     for (int r = 0; r < num_rows; r++) {
         if (layer->softcap > 0) cap(scores + r * SPAN_STRIDE, state->lo[r], state->hi[r], layer->scale, layer->softcap);
@@ -71,8 +71,11 @@ void softmax_span(struct softmax *state, const struct attn_layer *layer, int num
     for (int r = 0; r < num_rows; r++) {
         const float *s = scores + r * SPAN_STRIDE;
         int lo = state->lo[r], hi = state->hi[r];
-        if (layer->dtype == DTYPE_F32) state->sum[r] += row_weights(s, (float *)weights + r * SPAN_STRIDE, lo, hi, width, factor, state->max[r], 1);
-        else state->sum[r] += row_weights(s, (bf16 *)weights + r * SPAN_STRIDE, lo, hi, width, factor, state->max[r], 0);
+        float *wide = (float *)weights + r * SPAN_STRIDE, max_seen = state->max[r];
+        bf16 *narrow = (bf16 *)weights + r * SPAN_STRIDE;
+        if (layer->dtype == DTYPE_F32) state->sum[r] += row_weights(s, wide, lo, hi, width, factor, max_seen, 1, DTYPE_F32);
+        else if (dtype == DTYPE_F32) state->sum[r] += row_weights(s, wide, lo, hi, width, factor, max_seen, 0, DTYPE_F32);
+        else state->sum[r] += row_weights(s, narrow, lo, hi, width, factor, max_seen, 0, DTYPE_BF16);
     }
     for (int r = 0; r < num_rows; r++)
         if (state->shrink[r] != 1)

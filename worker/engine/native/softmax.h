@@ -12,9 +12,9 @@ struct softmax {
 /* Before the first span; `sink` is one more logit in each row's sum, already in the softmax's units, or -inf. */
 void softmax_begin(struct softmax *state, int row, float sink);
 
-/* Makes scores (SPAN_STRIDE apart; spoiled) of `width` columns into weights of the layer's dtype, 0 where a row sees nothing, and shrinks the
- * rows of `out` so far to the new maximum. */
-void softmax_span(struct softmax *state, const struct attn_layer *layer, int num_rows, int width, float *scores, void *weights, float *out,
-                  int o_stride);
+/* Makes scores (SPAN_STRIDE apart; spoiled) of `width` columns into weights of `dtype`, 0 where a row sees nothing, and shrinks the
+ * rows of `out` so far to the new maximum. Exact to the layer's dtype. */
+void softmax_span(struct softmax *state, const struct attn_layer *layer, int dtype, int num_rows, int width, float *scores, void *weights,
+                  float *out, int o_stride);
 
 #endif

@@ -53,6 +53,24 @@ static inline vf32 v_max(vf32 a, vf32 b) {
 #endif
 }
 
+/* v, held in a register from here on: GCC otherwise reads memory anew for each use, and moves other work in between. */
+static inline vf32 v_hold(vf32 v) {
+#if LANES == 8
+    __asm__("" : "+x"(v));
+#endif
+    return v;
+}
+
+/* sum + a b, in sum's own register: GCC lets the result take the place of a or b, and where all sixteen are in use moves and spills it. */
+static inline vf32 v_fma(vf32 sum, vf32 a, vf32 b) {
+#if defined(__FMA__) && LANES == 8
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#else
+    return sum + a * b;
+#endif
+}
+
 static inline float v_sum(vf32 v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);
@@ -103,13 +121,15 @@ static inline vu32 v_load_pairs(const bf16 *p) {
 
 static inline void v_store_pairs(bf16 *p, vu32 v) { memcpy(p, &v, sizeof v); }
 static inline vf32 v_even_of(vu32 pairs) { return (vf32)(pairs << 16); }
-static inline vf32 v_odd_of(vu32 pairs) { return (vf32)(pairs & 0xffff0000u); }
 
-/* One pair in all lanes. */
-static inline vu32 v_set_pair(const bf16 *p) {
-    int32_t pair;
-    memcpy(&pair, p, sizeof pair);
-    return (vu32)v_set_i(pair);
+static inline vf32 v_odd_of(vu32 pairs) {
+#if LANES == 8 /* shifted twice: a mask would hold one of sixteen registers all the time */
+    vu32 high = pairs >> 16;
+    __asm__("" : "+x"(high));
+    return (vf32)(high << 16);
+#else
+    return (vf32)(pairs & 0xffff0000u);
+#endif
 }
 
 /* GCC takes conversions of bytes apart into scalars where it is not told the instruction. */
