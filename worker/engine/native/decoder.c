@@ -20,7 +20,7 @@ struct run {
     float *residual, *branch;        /* [rows][hidden] */
     bf16 *normed, *gated;            /* tiled */
     bf16 *qkv, *attended, *selected; /* plain rows; selected: tiled, the rows whose logits are wanted */
-    float *sums;                     /* this thread's */
+    char *scratch;                   /* this thread's, for products */
     struct best *best;               /* [threads][rows whose logits are wanted] */
     int tid, wide, begin, end;       /* this thread's rows */
     double since;                    /* when the phase began that is running */
@@ -67,7 +67,7 @@ static char *carve_buffers(const struct decoder *d, int num_tokens, int num_logi
     run->attended = carve(&c, rows * layer->o.k * (int64_t)sizeof(bf16));
     run->selected = carve(&c, logits * d->hidden * (int64_t)sizeof(bf16));
     run->best = carve(&c, (int64_t)num_threads * num_logits * (int64_t)sizeof(struct best));
-    run->sums = carve(&c, num_threads * gemm_scratch_bytes());
+    run->scratch = carve(&c, num_threads * gemm_scratch_bytes());
     return c.at;
 }
 
@@ -83,8 +83,8 @@ static void end_phase(struct run *run) {
 }
 
 static void product(struct run *run, const struct matrix *w, struct operand rows, struct result result) {
-    if (run->wide) gemm(w, rows, run->begin, run->end, (struct panels){NULL, 0}, &result, run->sums);
-    else gemm(w, rows, 0, run->step->batch.num_tokens, (struct panels){run->team, 0}, &result, run->sums);
+    if (run->wide) gemm(w, rows, run->begin, run->end, (struct panels){NULL, 0}, &result, run->scratch);
+    else gemm(w, rows, 0, run->step->batch.num_tokens, (struct panels){run->team, 0}, &result, run->scratch);
     end_phase(run);
 }
 
@@ -202,7 +202,7 @@ static void logits(struct run *run) {
     const struct decoder *d = run->decoder;
     const struct step *s = run->step;
     struct result result = {.store = STORE_F32, .data = s->logits, .stride = d->vocab, .columns = d->vocab};
-    gemm(&d->head, tiled_rows(run->selected, d->hidden), 0, s->num_logits, (struct panels){run->team, 0}, &result, run->sums);
+    gemm(&d->head, tiled_rows(run->selected, d->hidden), 0, s->num_logits, (struct panels){run->team, 0}, &result, run->scratch);
     if (d->logits_factor == 1 && d->logits_softcap == 0) return;
     team_barrier(run->team);
     int64_t count = (int64_t)s->num_logits * d->vocab, begin = count * run->tid / run->team->size, end = count * (run->tid + 1) / run->team->size;
@@ -233,7 +233,7 @@ static void likeliest(struct run *run) {
     struct best *best = run->best + (int64_t)run->tid * count;
     for (int i = 0; i < count; i++) best[i] = (struct best){v_set(-INFINITY), v_set_i(INT32_MAX), v_set_i(0)};
     struct result result = {.store = KEEP_BEST, .data = best, .columns = d->vocab};
-    gemm(&d->head, tiled_rows(run->selected, d->hidden), 0, count, (struct panels){run->team, 0}, &result, run->sums);
+    gemm(&d->head, tiled_rows(run->selected, d->hidden), 0, count, (struct panels){run->team, 0}, &result, run->scratch);
     team_barrier(run->team);
     for (int i = team_share(run->team, run->tid, count, 1); i < team_share(run->team, run->tid + 1, count, 1); i++)
         run->step->likeliest[i] = best_of(run, i);
@@ -246,7 +246,7 @@ static void run_step(struct run *run) {
     unit = run->wide ? WIDE_UNIT : 1;
     run->begin = team_share(run->team, run->tid, num_tokens, unit);
     run->end = team_share(run->team, run->tid + 1, num_tokens, unit);
-    run->sums += run->tid * gemm_scratch_bytes() / (int64_t)sizeof(float);
+    run->scratch += run->tid * gemm_scratch_bytes();
     if (run->step->phase_seconds) run->since = now_seconds();
     embed(run);
     book(run, PHASE_EMBED);

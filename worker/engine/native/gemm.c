@@ -9,12 +9,26 @@
 #define STEP_ELEMENTS (2 * TILE_ELEMENTS)
 #define LINES_AHEAD 4 /* of the next panel's cache lines, asked for in each step: more would keep this block's own loads waiting */
 
-/* Sums, then a piece of a panel of int8 in bfloat16. */
-int64_t gemm_scratch_bytes(void) { return MAX_BLOCKS * BLOCK_FLOATS * sizeof(float) + MAX_STEPS * STEP_ELEMENTS * sizeof(bf16); }
+#if HAVE_AMX || defined(__AVX512BF16__)
+#define WIDE_FLOATS 0
+#else
+#define WIDE_FLOATS (512 * 1024) /* of rows widened to float32: they fit the second or the third cache */
+#endif
 
-/* sums[32][32] (+)= the block's rows x `steps` steps of a panel. */
+/* What a thread needs for itself. */
+struct scratch {
+    float sums[MAX_BLOCKS * BLOCK_FLOATS];
+    bf16 panel[MAX_STEPS * STEP_ELEMENTS]; /* a piece of a panel of int8, in bfloat16 */
+    float wide[WIDE_FLOATS];               /* rows one after the other, where the processor does not multiply bfloat16 */
+};
+
+int64_t gemm_scratch_bytes(void) { return sizeof(struct scratch); }
+
+/* sums[ROW_BLOCK][32] (+)= the block's rows x `steps` steps of a panel. */
 struct block {
     const bf16 *rows;
+    const float *wide; /* the same, widened, `wide_stride` apart */
+    int wide_stride;
     const struct operand *a;
     const bf16 *weights;
     int num_rows, steps, add;
@@ -117,22 +131,13 @@ static void multiply(const struct block *b) {
 #define ROWS_AT_ONCE 6            /* with 16 registers of 8 lanes, twelve hold the sums of so many rows and a tile, or half as many and two tiles */
 #define STEPS_AHEAD 4             /* of the weights, asked for while the first rows are multiplied: the processor's own prefetching comes too late */
 
-/* The block's rows in float32, one after the other: they are read once for each of a tile's outputs. */
-static void widen_rows(const struct block *b, float *wide) {
-    for (int row = 0; row < b->num_rows; row++) {
-        const bf16 *from = b->rows + row / TILE_ROWS * b->a->tile_stride + row % TILE_ROWS * b->a->row_stride;
-        for (int step = 0; step < b->steps; step++, from += b->a->step_stride, wide += PANEL)
-            for (int i = 0; i < PANEL; i += LANES) v_store(wide + i, v_load_bf16(from + i));
-    }
-}
-
 /* `count` rows from `first` on against `tiles` of the panel's two tiles, from `tile` on. */
-static inline __attribute__((always_inline)) void multiply_rows(const struct block *b, const float *wide, int first, const int count, int tile,
+static inline __attribute__((always_inline)) void multiply_rows(const struct block *b, int first, const int count, int tile,
                                                                 const int tiles) {
     vf32 sums[ROWS_AT_ONCE][2 * PARTS];
     const bf16 *w = b->weights + tile * TILE_ELEMENTS;
-    int width = b->steps * PANEL;
-    const float *rows = wide + first * width;
+    int width = b->wide_stride;
+    const float *rows = b->wide + first * width;
     float *to = b->sums + first * PANEL + tile * TILE_ROWS;
     for (int r = 0; r < count; r++)
         for (int i = 0; i < tiles * PARTS; i++) sums[r][i] = b->add ? v_load(to + r * PANEL + i * LANES) : v_set(0);
@@ -156,23 +161,21 @@ static inline __attribute__((always_inline)) void multiply_rows(const struct blo
 }
 
 /* Both tiles together where registers hold the sums, else one after the other. */
-static inline __attribute__((always_inline)) void multiply_few(const struct block *b, const float *wide, int first, const int count) {
+static inline __attribute__((always_inline)) void multiply_few(const struct block *b, int first, const int count) {
     const int tiles = LANES == 16 || count <= ROWS_AT_ONCE / 2 ? 2 : 1;
-    for (int tile = 0; tile < 2; tile += tiles) multiply_rows(b, wide, first, count, tile, tiles);
+    for (int tile = 0; tile < 2; tile += tiles) multiply_rows(b, first, count, tile, tiles);
 }
 
 static void multiply(const struct block *b) {
-    float wide[ROW_BLOCK * MAX_STEPS * PANEL];
     store_rest(b->pending);
-    widen_rows(b, wide);
     int row = 0;
-    for (; row + ROWS_AT_ONCE <= b->num_rows; row += ROWS_AT_ONCE) multiply_few(b, wide, row, ROWS_AT_ONCE);
+    for (; row + ROWS_AT_ONCE <= b->num_rows; row += ROWS_AT_ONCE) multiply_few(b, row, ROWS_AT_ONCE);
     switch (b->num_rows - row) {
-    case 5: multiply_few(b, wide, row, 5); break;
-    case 4: multiply_few(b, wide, row, 4); break;
-    case 3: multiply_few(b, wide, row, 3); break;
-    case 2: multiply_few(b, wide, row, 2); break;
-    case 1: multiply_few(b, wide, row, 1); break;
+    case 5: multiply_few(b, row, 5); break;
+    case 4: multiply_few(b, row, 4); break;
+    case 3: multiply_few(b, row, 3); break;
+    case 2: multiply_few(b, row, 2); break;
+    case 1: multiply_few(b, row, 1); break;
     }
 }
 #endif
@@ -193,21 +196,40 @@ static const bf16 *steps_of(const struct matrix *w, int64_t first, int steps, bf
     return room;
 }
 
-/* One panel against rows [begin, end), at most MAX_BLOCKS blocks of them. */
-static void run_panel(const struct matrix *w, struct operand a, int panel, int begin, int end, const struct result *out, float *scratch,
+/* Rows that one panel after the other is multiplied with. */
+static int rows_at_once(const struct matrix *w) {
+    int most = MAX_BLOCKS * ROW_BLOCK;
+#if WIDE_FLOATS
+    int fit = WIDE_FLOATS / w->k;
+    if (fit < most) most = fit < ROWS_AT_ONCE ? fit : fit / ROWS_AT_ONCE * ROWS_AT_ONCE;
+#endif
+    return most;
+}
+
+/* Rows are read once for each tile of outputs: widened once for all of them. */
+static void widen_rows(struct operand a, int begin, int end, int k, float *wide) {
+    for (int row = begin; row < end && WIDE_FLOATS; row++) {
+        const bf16 *from = a.data + row / TILE_ROWS * a.tile_stride + row % TILE_ROWS * a.row_stride;
+        for (int step = 0; step < k; step += PANEL, from += a.step_stride, wide += PANEL)
+            for (int i = 0; i < PANEL; i += LANES) v_store(wide + i, v_load_bf16(from + i));
+    }
+}
+
+/* One panel against rows [begin, end), at most `rows_at_once`. */
+static void run_panel(const struct matrix *w, struct operand a, int panel, int begin, int end, const struct result *out, struct scratch *scratch,
                       struct pending *pending) {
     int steps = w->k / PANEL, pieces = (steps + MAX_STEPS - 1) / MAX_STEPS, size = (steps + pieces - 1) / pieces;
     int64_t before = (int64_t)panel * steps, step_bytes = STEP_ELEMENTS * (w->scale ? sizeof(int8_t) : sizeof(bf16));
     const char *ahead = (const char *)w->tiles + (before + steps) * step_bytes;
-    bf16 *room = (bf16 *)(scratch + MAX_BLOCKS * BLOCK_FLOATS);
     for (int first = 0; first < steps; first += size) {
         int count = min_int(size, steps - first);
-        const bf16 *weights = steps_of(w, before + first, count, room);
+        const bf16 *weights = steps_of(w, before + first, count, scratch->panel);
         for (int row = begin; row < end; row += ROW_BLOCK, ahead += LINES_AHEAD * CACHE_LINE * count) {
             struct block b = {
                 .rows = a.data + row / TILE_ROWS * a.tile_stride + first * a.step_stride, .a = &a,
+                .wide = scratch->wide + (int64_t)(row - begin) * w->k + first * PANEL, .wide_stride = w->k,
                 .weights = weights, .num_rows = min_int(end - row, ROW_BLOCK), .steps = count,
-                .add = first > 0, .sums = scratch + (row - begin) * PANEL, .ahead = ahead, .pending = pending,
+                .add = first > 0, .sums = scratch->sums + (row - begin) * PANEL, .ahead = ahead, .pending = pending,
             };
             multiply(&b);
             if (first + count == steps) *pending = (struct pending){w, out, b.sums, row, b.num_rows, panel * PANEL};
@@ -217,12 +239,20 @@ static void run_panel(const struct matrix *w, struct operand a, int panel, int b
 
 static int take(struct panels *panels) { return panels->team ? team_take(panels->team) : panels->next++; }
 
-void gemm(const struct matrix *w, struct operand a, int begin, int end, struct panels panels, const struct result *out, float *scratch) {
+void gemm(const struct matrix *w, struct operand a, int begin, int end, struct panels panels, const struct result *out, void *room) {
+    struct scratch *scratch = room;
     struct pending pending = {.count = 0};
+    int num_panels = w->n / PANEL, most = rows_at_once(w), num_parts = (end - begin + most - 1) / most, widened = -1;
     AMX_BEGIN(tiles_of_depth_32);
-    for (int panel; (panel = take(&panels)) < w->n / PANEL;)
-        for (int row = begin; row < end; row += MAX_BLOCKS * ROW_BLOCK)
-            run_panel(w, a, panel, row, min_int(end, row + MAX_BLOCKS * ROW_BLOCK), out, scratch, &pending);
+    for (int i; (i = take(&panels)) < num_parts * num_panels;) {
+        int part = i / num_panels, first = begin + part * most, last = min_int(end, first + most);
+        if (part != widened) {
+            store_rest(&pending);
+            widen_rows(a, first, last, w->k, scratch->wide);
+            widened = part;
+        }
+        run_panel(w, a, i % num_panels, first, last, out, scratch, &pending);
+    }
     store_rest(&pending);
     AMX_END();
 }

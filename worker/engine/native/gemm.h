@@ -68,11 +68,11 @@ struct result {
     enum activation activation; /* STORE_GATED: a panel is 16 gates and their 16 values, data gets act(gate) * value */
 };
 
-/* The panels that a thread takes on: all, in order, or those that the team has left over. */
+/* The panels that a thread takes on: all, in order, or those that the team has left over; again for each part of many rows. */
 struct panels { struct team *team; int next; };
 
 /* result[row] <- weights x operand[row] for rows [begin, end); begin is a multiple of 32. `scratch`: gemm_scratch_bytes(). */
-void gemm(const struct matrix *w, struct operand a, int begin, int end, struct panels panels, const struct result *out, float *scratch);
+void gemm(const struct matrix *w, struct operand a, int begin, int end, struct panels panels, const struct result *out, void *scratch);
 
 int64_t gemm_scratch_bytes(void);
 
