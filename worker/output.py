@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from producer.errors import Cancelled, HeadraceError, InternalError, error_from_code
 from producer.wire import Result
@@ -292,7 +293,7 @@ class Publisher:
             [result] = self._ledger.write([], [settlement]).settled
         except TROUBLE as error:
             self._trouble.hit(error)
-            refused = self._ledger.is_reachable()
+            refused = not isinstance(error, RedisTimeoutError) and self._ledger.is_reachable()  # a slow link is no refusal
         else:
             refused = isinstance(result, ResponseError) and str(result).startswith("Protocol error")
             if not refused:

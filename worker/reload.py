@@ -84,7 +84,7 @@ class Reloader:
         log.info("reloading", model=model or "its own")
         if refusal := self._refusal(model):
             self._fail(model, refusal)
-        else:
+        elif not self._over():
             self._exchange(model)
         if not self._over():
             self._done_id = order.id or self._done_id

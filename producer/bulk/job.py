@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from redis import RedisError
 from rq import get_current_job
-from rq.job import Job, JobStatus
+from rq.job import Job
 
 from producer.aio import AsyncClient
 from producer.bulk.files import Extent, OutputFiles
@@ -130,7 +130,8 @@ class _Run:
         await asyncio.sleep(TICK_S)
 
     async def _is_finished(self) -> bool:
-        return await asyncio.to_thread(self._job.get_status) == JobStatus.FINISHED
+        """Whether some run's result stands: rq has set the job's status to started again by now."""
+        return await asyncio.to_thread(self._job.return_value, True) is not None
 
     async def _run_alone(self) -> Progress:
         ticker = asyncio.create_task(_every(TICK_S, self._tick))

@@ -158,8 +158,7 @@ def renew_tries(connection: redis.Redis) -> None:
     ids = bulk_queue(connection).failed_job_registry.get_job_ids(cleanup=False)
     for job in Job.fetch_many(ids, connection=connection, serializer=JSONSerializer):
         if job is not None and not job.should_retry and _spec(job) is not None:
-            job.retries_left = MAX_CRASHES
-            job.save(include_meta=False)
+            connection.hset(job.key, "retries_left", MAX_CRASHES)  # that alone: the job may be on its way back to the queue by now
 
 
 class BulkWorker(Worker):

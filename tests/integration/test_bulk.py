@@ -383,6 +383,24 @@ def test_job_that_is_on_the_queue_twice_is_run_by_one_worker_and_the_other_waits
     assert (ended.return_value()["succeeded"], ended.return_value()["resumed"]) == (2, 0)
 
 
+def test_job_that_is_on_the_queue_once_more_when_it_has_ended_is_not_run_again(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    spec = make_spec(tmp_path, ["a", "b"])
+    job = bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default").running() as responder:
+        with bulk_worker(own_server, "--burst") as worker:
+            assert worker.wait(DEADLINE_S) == 0
+        Path(spec.input).unlink()
+        bulk_jobs.bulk_queue(connection).enqueue_job(job)
+        with bulk_worker(own_server, "--burst") as worker:
+            assert worker.wait(DEADLINE_S) == 0
+        assert len(responder.seen) == 2
+    ended = bulk_jobs.fetch(connection, "job")
+    assert ended.is_finished
+    assert (ended.return_value()["succeeded"], ended.return_value()["resumed"]) == (2, 0)
+
+
 def test_run_that_was_silent_for_too_long_leaves_the_job_to_whoever_has_it_now(
     own_server: Server, connection: redis.Redis, tmp_path: Path
 ) -> None:

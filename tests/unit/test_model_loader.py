@@ -254,7 +254,8 @@ def without_weights(folder: Path) -> None:
 
 
 def with_a_shard_too_few(folder: Path) -> None:
-    index = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -271,6 +272,11 @@ def test_a_folder_that_cannot_be_loaded_is_refused_without_loading_it(folder: Pa
     damage(folder)
     with pytest.raises(ModelUnavailable):
         check_model(EngineConfig(model=str(folder)))
+
+
+def test_files_beside_the_weights_are_not_the_models(folder: Path) -> None:
+    (folder / "adapter.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    check_model(EngineConfig(model=str(folder)))
 
 
 def test_what_can_be_loaded_passes_the_check(folder: Path, gguf_file: Path, cache: Path) -> None:

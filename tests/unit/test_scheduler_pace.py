@@ -9,7 +9,7 @@ import pytest
 
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
-from worker.engine.pace import MAX_SLOWDOWN, QUIET_BASES, QUIET_GOALS, Pace
+from worker.engine.pace import MAX_SLOWDOWN, QUIET_BASES, QUIET_GOALS, QUIET_TOKENS, Pace
 from worker.engine.request import Request, RequestStatus, StepPlan
 
 CONFIG = EngineConfig(max_batch_size=64, max_batch_tokens=256, block_size=4, realtime_step_ms=50.0)
@@ -148,7 +148,18 @@ def test_tokens_that_cost_nothing_are_bound_ever_less() -> None:
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_at_least_one_token_may_be_computed_however_slow_they_are(floor: float, quiet: bool) -> None:
     pace = learnt(1, 2, 3, base_s=0.0, token_s=10.0, floor=floor, quiet=quiet)
-    assert [pace.batch_tokens(0), pace.batch_tokens(1), pace.batch_tokens(4, 40)] == [1, 1, 1]
+    assert [pace.batch_tokens(0), pace.batch_tokens(1), pace.batch_tokens(4, 40)] == [QUIET_TOKENS if quiet else 1, 1, 1]
+
+
+@pytest.mark.parametrize("slow", [[(1, 0.3)], [*((size, 0.3 + 0.01 * size) for size in VARIED), (100, 60.0)]], ids=["first", "frozen"])
+def test_steps_of_one_token_do_not_hold_batch_back_for_ever(slow: list[tuple[int, float]]) -> None:
+    pace, sizes = unlearnt(), []
+    for num_tokens, seconds in slow:
+        pace.cost.observe(num_tokens, seconds)
+    for _ in range(400):
+        sizes.append(min(pace.batch_tokens(0), 20))  # decodes are all there is
+        pace.cost.observe(sizes[-1], 0.3 + 0.01 * sizes[-1])
+    assert sizes[-1] >= 10, "what a token costs is learnt again, if roughly: sizes vary little"
 
 
 # What is planned

@@ -286,15 +286,19 @@ def _check_weights(folder: Path) -> None:
     """Whether the files of weights are all there and as long as they say. Raises what the parser does, or `ModelUnavailable`."""
     from safetensors import safe_open
 
-    files = {file.name: file for file in folder.glob("*.safetensors")}
-    if not files and not any(folder.glob("*.bin")):
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        names = {single.name}
+    elif index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    elif any(folder.glob("*.bin")):
+        return
+    else:
         raise ModelUnavailable(f"model {folder}: the folder holds no weights")
-    index = folder / "model.safetensors.index.json"
-    named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
-    if missing := sorted(named - files.keys()):
-        raise ModelUnavailable(f"model {folder}: {missing[0]} is missing")
-    for file in files.values():
-        with safe_open(file, framework="pt"):
+    for name in sorted(names):
+        if not (folder / name).exists():
+            raise ModelUnavailable(f"model {folder}: {name} is missing")
+        with safe_open(folder / name, framework="pt"):
             pass
 
 

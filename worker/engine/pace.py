@@ -19,6 +19,7 @@ LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then ba
 MAX_SLOWDOWN = 1.25  # where realtime's decodes alone take longer than the goal, batch work may make their step so much longer
 QUIET_GOALS = 4.0  # of a step without realtime, in goals,
 QUIET_BASES = 20.0  # or in times the base that every step costs, if that is more: so the bound costs a twentieth of throughput at most
+QUIET_TOKENS = 2  # that a step without realtime may always hold: where all hold one, nothing is learnt of what more would cost
 MEMORY = 0.95  # weight of a step's figures relative to those of the step after it
 PRIOR = 0.25  # sizes of steps that vary by less than this share of their mean say little new about what a token costs
 
@@ -107,18 +108,15 @@ class Pace:
         return set(requests[count:])
 
     def _max_tokens(self, num_decodes: int) -> int:
-        """Most tokens of a step with so many decodes of realtime's; at least 1."""
-        base_s, s_per_token = self.cost.base_s, self.cost.s_per_token
-        left_s = self._max_step_s(num_decodes) - base_s
-        if left_s >= s_per_token * self._max_batch_tokens:
-            return self._max_batch_tokens
-        return max(int(left_s / s_per_token), 1)
-
-    def _max_step_s(self, num_decodes: int) -> float:
+        """Most tokens of a step with so many decodes of realtime's; at least 1, and without realtime `QUIET_TOKENS`."""
         base_s, s_per_token = self.cost.base_s, self.cost.s_per_token
         if self._clock() - self._realtime_seen_s < LINGER_S:
-            return max(self._goal_s, MAX_SLOWDOWN * (base_s + s_per_token * num_decodes))
-        return max(QUIET_GOALS * self._goal_s, QUIET_BASES * base_s)
+            most_s, least = max(self._goal_s, MAX_SLOWDOWN * (base_s + s_per_token * num_decodes)), 1
+        else:
+            most_s, least = max(QUIET_GOALS * self._goal_s, QUIET_BASES * base_s), QUIET_TOKENS
+        if most_s - base_s >= s_per_token * self._max_batch_tokens:
+            return self._max_batch_tokens
+        return max(int((most_s - base_s) / s_per_token), least)
 
 
 def _number(request: Request) -> int:

@@ -15,9 +15,15 @@ from pathlib import Path
 import structlog
 
 _SOURCES = Path(__file__).parent
-# Partial redundancy elimination makes GCC 12 carry a kernel's sums from register to register, and spill them.
-_FLAGS = ("-std=gnu11", "-O3", "-fno-tree-pre", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
-_VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())  # the first that compiles
+_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
+# The first that compiles. Partial redundancy elimination makes GCC carry a kernel's sums from register to register, and spill them.
+_VARIANTS = (
+    ("-march=native", "-fopenmp", "-fno-tree-pre"),
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-march=native",),
+    (),
+)
 _TIMEOUT_SECONDS = 120
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
