@@ -265,11 +265,17 @@ class Publisher:
         return [*self._ending, *again][:ROUND_SETTLEMENTS]
 
     def _write(self, frames: list[tuple[ActiveRequest, TokensFrame]], ending: list[ActiveRequest]) -> bool:
-        """Whether Redis could be asked; what it refused is due again after a pause."""
+        """Whether Redis could be asked; what it refused is due again after a pause. What may be too large goes last, and alone."""
         settlements = {active: settlement_of(active) for active in ending}
         large = {active: item for active, item in settlements.items() if item.num_bytes > LEAST_BULK_BYTES}
         small = {active: item for active, item in settlements.items() if active not in large}
-        return self._write_together(frames, small) and all(self._write_large(active, item) for active, item in large.items())
+        light = [(active, frame) for active, frame in frames if len(frame.body) <= LEAST_BULK_BYTES]
+        heavy = [(active, frame) for active, frame in frames if len(frame.body) > LEAST_BULK_BYTES]
+        return (
+            self._write_together(light, small)
+            and all(self._write_together([frame], {}) for frame in heavy)
+            and all(self._write_large(active, item) for active, item in large.items())
+        )
 
     def _write_together(self, frames: list[tuple[ActiveRequest, TokensFrame]], settlements: dict[ActiveRequest, Settlement]) -> bool:
         if not (frames or settlements):
