@@ -150,7 +150,7 @@ class Simulation:
         if self.step_s is not None and plan.chunks:
             seconds = self.step_s(plan.num_tokens)
             self.now_s += seconds
-            self.scheduler.pace.cost.observe(plan.num_tokens, seconds)
+            self.scheduler.pace.observe(plan, seconds)
         return plan
 
     def failed_step(self, culprit: bool) -> StepPlan:

@@ -10,7 +10,7 @@ import pytest
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
 from worker.engine.pace import MAX_SLOWDOWN, QUIET_BASES, QUIET_GOALS, QUIET_TOKENS, Pace
-from worker.engine.request import Request, RequestStatus, StepPlan
+from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
 
 CONFIG = EngineConfig(max_batch_size=64, max_batch_tokens=256, block_size=4, realtime_step_ms=50.0)
 BASE_S, TOKEN_S = 0.02, 0.002
@@ -125,6 +125,18 @@ def test_step_without_realtime_is_bounded_by_the_goal_or_by_what_every_step_cost
     pace = learnt(*VARIED, base_s=base_s, goal_ms=goal_ms, quiet=True)
     most_s = max(QUIET_GOALS * goal_ms / 1000.0, QUIET_BASES * base_s)
     assert base_s + TOKEN_S * pace.batch_tokens(0) == pytest.approx(most_s, rel=0.05)
+
+
+def test_what_realtime_alone_would_take_is_not_learnt_from_steps_beside_a_batch() -> None:
+    pace = unlearnt(goal_ms=5.0)
+    decodes = [ScheduledChunk(make_request(4, 100), 4, 1, True) for _ in range(4)]
+    for num_decodes in [1, 2, 3, 4] * 10:
+        pace.observe(StepPlan(decodes[:num_decodes]), step_s(num_decodes))
+    for num_tokens in [7, 9, 12, 8, 10] * 10:  # a full batch costs time of its own
+        beside = [ScheduledChunk(batch(4, 100), 4, 1, True) for _ in range(num_tokens - 4)]
+        pace.observe(StepPlan(decodes + beside), 0.034 + 0.0005 * num_tokens)
+    assert pace.is_bound(realtime_is_quiet=False)
+    assert pace.batch_tokens(4) <= 2
 
 
 def test_one_slow_step_holds_batch_back_for_a_few_seconds_at_most() -> None:

@@ -339,8 +339,8 @@ class Engine:
             self._siblings.ended(request)
 
     def _note(self, plan: StepPlan, seconds: float, idle_s: float) -> None:
-        self.last_step = step = StepSample(seconds, idle_s, len(plan.chunks), plan.num_tokens)
-        self._scheduler.pace.cost.observe(step.num_tokens, seconds + idle_s)
+        self.last_step = StepSample(seconds, idle_s, len(plan.chunks), plan.num_tokens)
+        self._scheduler.pace.observe(plan, seconds + idle_s)
 
 
 def _finish(request: Request) -> tuple[FinishReason | None, int | None]:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from worker.engine.config import EngineConfig
-from worker.engine.request import Request
+from worker.engine.request import Request, StepPlan
 
 LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch work is bounded as if realtime were there
 MAX_SLOWDOWN = 1.25  # where realtime's decodes alone take longer than the goal, batch work may make their step so much longer
@@ -73,12 +73,19 @@ class Pace:
 
     def __init__(self, config: EngineConfig, *, keeps_floor: bool, clock: Callable[[], float]) -> None:
         self.cost = StepCost()
+        self._cost_alone = StepCost()  # of steps of realtime's decodes and nothing else: a full batch makes every step longer
         self._goal_s = config.realtime_step_ms / 1000.0 if config.policy == "continuous" else 0.0
         self._max_batch_tokens = config.max_batch_tokens
         self._floor = config.batch_floor if keeps_floor else 0.0
         self._clock = clock
         self._realtime_seen_s = -math.inf
         self._last_turn = 0
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        self.cost.observe(plan.num_tokens, seconds)
+        if all(chunk.num_tokens == 1 and chunk.request.tier == "realtime" for chunk in plan.chunks):
+            self._cost_alone.observe(plan.num_tokens, seconds)
 
     def is_bound(self, *, realtime_is_quiet: bool) -> bool:
         """Whether this step's batch work is bounded, for which steps' cost must be known; to be asked before the step's bounds are."""
@@ -111,12 +118,16 @@ class Pace:
         """Most tokens of a step with so many decodes of realtime's; at least 1, and without realtime `QUIET_TOKENS`."""
         base_s, s_per_token = self.cost.base_s, self.cost.s_per_token
         if self._clock() - self._realtime_seen_s < LINGER_S:
-            most_s, least = max(self._goal_s, MAX_SLOWDOWN * (base_s + s_per_token * num_decodes)), 1
+            alone = self._cost_alone if self._cost_alone.is_known else self.cost
+            most_s, least = max(self._goal_s, MAX_SLOWDOWN * (alone.base_s + alone.s_per_token * num_decodes)), 1
         else:
             most_s, least = max(QUIET_GOALS * self._goal_s, QUIET_BASES * base_s), QUIET_TOKENS
-        if most_s - base_s >= s_per_token * self._max_batch_tokens:
+        left_s = most_s - base_s
+        if left_s <= 0.0:
+            return least
+        if left_s >= s_per_token * self._max_batch_tokens:
             return self._max_batch_tokens
-        return max(int((most_s - base_s) / s_per_token), least)
+        return max(int(left_s / s_per_token), least)
 
 
 def _number(request: Request) -> int:
