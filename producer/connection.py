@@ -13,7 +13,7 @@ import re
 import socket
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import redis
 import redis.asyncio as aioredis
@@ -180,33 +180,35 @@ def _keepalive() -> dict[int, int]:
 def _addresses(hosts: str, default_port: int) -> list[Address]:
     addresses = []
     for item in hosts.split(","):
-        host, _, port = item.rpartition(":") if ":" in item else (item, "", str(default_port))
+        host, _, port = item.rpartition(":") if ":" in item and not item.endswith("]") else (item, "", str(default_port))
         addresses.append((host.strip("[]"), int(port)))
     return addresses
 
 
+def _split(url: str) -> tuple[str, str, str, str]:
+    """User and password with their ``@``, hosts, path, and query with its ``?``. `urlsplit` refuses an IPv6 address after another host."""
+    rest, mark, query = url.partition("://")[2].partition("?")
+    authority, _, path = rest.partition("/")
+    user, at, hosts = authority.rpartition("@")
+    return user + at, hosts, path.strip("/"), mark + query
+
+
 def _split_sentinel(url: str) -> tuple[list[Address], str, str]:
-    """Sentinels, service, and a plain URL that carries user, password, database and query."""
-    parts = urlsplit(url)
-    user, at, hosts = parts.netloc.rpartition("@")
-    path = parts.path.strip("/").split("/")
-    if not hosts or not path[0] or len(path) > 2:
+    """Sentinels, service, and a plain URL that carries user, password, database and query; its host is nobody's."""
+    user, hosts, path, query = _split(url)
+    service, _, database = path.partition("/")
+    if not hosts or not service or "/" in database:
         raise ValueError("a sentinel URL is redis+sentinel://[user:password@]host:port[,host:port…]/service[/db]")
-    addresses = _addresses(hosts, 26379)
-    query = f"?{parts.query}" if parts.query else ""
-    plain = f"{SENTINEL_SCHEMES[parts.scheme]}://{user}{at}{addresses[0][0]}/{path[1] if len(path) == 2 else 0}{query}"
-    return addresses, unquote(path[0]), plain
+    plain = f"{SENTINEL_SCHEMES[_scheme(url)]}://{user}host/{database or 0}{query}"
+    return _addresses(hosts, 26379), unquote(service), plain
 
 
 def _split_cluster(url: str) -> tuple[list[Address], str]:
-    """Nodes, and a plain URL that carries user, password and query."""
-    parts = urlsplit(url)
-    user, at, hosts = parts.netloc.rpartition("@")
-    if not hosts or parts.path not in ("", "/", "/0"):
+    """Nodes, and a plain URL that carries user, password and query; its host is nobody's."""
+    user, hosts, path, query = _split(url)
+    if not hosts or path not in ("", "0"):
         raise ValueError("a cluster URL is redis+cluster://[user:password@]host:port[,host:port…]; a cluster's database is 0")
-    query = f"?{parts.query}" if parts.query else ""
-    seeds = _addresses(hosts, 6379)
-    return seeds, f"{CLUSTER_SCHEMES[parts.scheme]}://{user}{at}{seeds[0][0]}{query}"
+    return _addresses(hosts, 6379), f"{CLUSTER_SCHEMES[_scheme(url)]}://{user}host{query}"
 
 
 def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

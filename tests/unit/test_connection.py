@@ -90,6 +90,16 @@ def test_cluster_url_carries_nodes_and_password() -> None:
         assert "Tls" in pool.connection_class.__name__
 
 
+def test_urls_of_several_hosts_may_begin_with_an_ipv6_address_and_need_no_port() -> None:
+    for make in (connect, connect_async):
+        pool: Any = make("redis+cluster://[fe80::a],[::1]:3", queue="q").connection_pool
+        assert pool.connection_kwargs["slot"].nodes == [("fe80::a", 6379), ("::1", 3)]
+    pool = connect("redis+sentinel://[fe80::a],[::1]:3/main").connection_pool
+    sentinels = [client.connection_pool.connection_kwargs for client in pool.sentinel_manager.sentinels]
+    assert [(kwargs["host"], kwargs["port"]) for kwargs in sentinels] == [("fe80::a", 26379), ("::1", 3)]
+    assert (pool.service_name, pool.connection_kwargs["db"]) == ("main", 0)
+
+
 def test_cluster_url_without_a_queue_is_refused() -> None:
     for make in (connect, connect_async):
         with pytest.raises(ValueError, match="needs a queue"):
