@@ -22,6 +22,7 @@ import pytest
 import redis
 from click.testing import CliRunner
 from rq.cron import CronScheduler
+from rq.results import Result
 
 from producer.aio import AsyncClient
 from producer.bulk import queue as bulk_jobs
@@ -574,7 +575,9 @@ def test_run_whose_end_was_not_recorded_finds_its_files_complete(own_server: Ser
     with Responder(own_server.url, "default").running() as responder:
         work_off(own_server)
         before = Path(spec.output).read_bytes(), Path(spec.errors).read_bytes()
-        bulk_jobs.bulk_queue(connection).enqueue_job(bulk_jobs.fetch(connection, "job"))
+        job = bulk_jobs.fetch(connection, "job")
+        Result.delete_all(job)
+        bulk_jobs.bulk_queue(connection).enqueue_job(job)
         work_off(own_server)
     assert (Path(spec.output).read_bytes(), Path(spec.errors).read_bytes()) == before
     assert len(responder.seen) == 1
