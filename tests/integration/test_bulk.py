@@ -98,6 +98,13 @@ def work_off(server: Server) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stderr
 
 
+def assert_done_in_one_run(connection: redis.Redis, *, succeeded: int) -> None:
+    """The job has ended, and what stands as its result is that of the run that did all of it."""
+    ended = bulk_jobs.fetch(connection, "job")
+    assert ended.is_finished
+    assert (ended.return_value()["succeeded"], ended.return_value()["resumed"]) == (succeeded, 0)
+
+
 def write_input(folder: Path, lines: list[Any], name: str = "in.jsonl") -> Path:
     path = folder / name
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -379,9 +386,7 @@ def test_job_that_is_on_the_queue_twice_is_run_by_one_worker_and_the_other_waits
             assert second.wait(DEADLINE_S) == 0
     assert [record["text"] for record in records(spec.output)] == ["a", "b"]
     assert len(responder.seen) == 2
-    ended = bulk_jobs.fetch(connection, "job")
-    assert ended.is_finished
-    assert (ended.return_value()["succeeded"], ended.return_value()["resumed"]) == (2, 0)
+    assert_done_in_one_run(connection, succeeded=2)
 
 
 def test_job_that_is_on_the_queue_once_more_when_it_has_ended_is_not_run_again(
@@ -390,16 +395,12 @@ def test_job_that_is_on_the_queue_once_more_when_it_has_ended_is_not_run_again(
     spec = make_spec(tmp_path, ["a", "b"])
     job = bulk_jobs.submit(connection, spec)
     with Responder(own_server.url, "default").running() as responder:
-        with bulk_worker(own_server, "--burst") as worker:
-            assert worker.wait(DEADLINE_S) == 0
+        work_off(own_server)
         Path(spec.input).unlink()
         bulk_jobs.bulk_queue(connection).enqueue_job(job)
-        with bulk_worker(own_server, "--burst") as worker:
-            assert worker.wait(DEADLINE_S) == 0
-        assert len(responder.seen) == 2
-    ended = bulk_jobs.fetch(connection, "job")
-    assert ended.is_finished
-    assert (ended.return_value()["succeeded"], ended.return_value()["resumed"]) == (2, 0)
+        work_off(own_server)
+    assert len(responder.seen) == 2
+    assert_done_in_one_run(connection, succeeded=2)
 
 
 def test_run_that_was_silent_for_too_long_leaves_the_job_to_whoever_has_it_now(

@@ -8,10 +8,10 @@ import structlog
 import torch
 
 from producer.errors import BatchFailed, HeadraceError, InternalError, OutOfMemory
+from worker.engine import probe
 from worker.engine.request import StepPlan
 
 EXHAUSTED_AFTER = 8
-TOKENS_OF_LOAD = 32  # that the model computes at once when it is probed at load (`worker.engine.probe`)
 
 log = structlog.get_logger("headrace.engine")
 
@@ -30,7 +30,7 @@ class Exhaustion:
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
-        self._most_tokens = self._longest_context = TOKENS_OF_LOAD
+        self._most_tokens = self._longest_context = probe.TOKENS  # the model computed them at load
 
     def over(self, plan: StepPlan) -> None:
         """A step succeeded."""

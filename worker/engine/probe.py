@@ -25,6 +25,7 @@ _ALIBI_MODELS = frozenset({"bloom", "mpt"})
 
 _TAIL = 12  # positions compared, the last of each sequence
 _LONGEST_WINDOW = 256  # that the sequences are made longer than; the masks of longer ones are compared in `attention.layers`
+TOKENS = 32  # computed at once, at least
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _INT8_CACHE_TOLERANCE = 2e-1
 _QUANTILE = 0.75  # of the rows must agree: a router's near tie may tip either way
@@ -140,7 +141,7 @@ def check_numbers(
 
 def _probe_length(layers: Sequence[AttentionLayer]) -> int:
     """Past the longest window that is short enough."""
-    return 32 + max((layer.window for layer in layers if layer.window and layer.window <= _LONGEST_WINDOW), default=0)
+    return TOKENS + max((layer.window for layer in layers if layer.window and layer.window <= _LONGEST_WINDOW), default=0)
 
 
 def _probe_requests(model: Any, longest: int, block_size: int, num_blocks: int) -> list[Request]:

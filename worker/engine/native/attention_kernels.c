@@ -30,7 +30,7 @@
     } while (0)
 
 /* sums[r] += x[r] * sixteen columns of row n of a group whose rows are `width` wide. The rows of a narrow group lie in pairs, so that
- * sixteen columns are 64 bytes of both kinds. */
+ * sixteen columns are 64 bytes of both kinds; callers go through rows two at a time, which makes n % 2 a constant. */
 INLINED void add_row(vf32 sums[][PARTS], const int count, const float *x, int x_stride, const float *group, int n, int width, const int narrow) {
     vf32 row[PARTS];
     for (int i = 0; i < PARTS; i++) {

@@ -246,11 +246,8 @@ void gemm(const struct matrix *w, struct operand a, int begin, int end, struct p
     AMX_BEGIN(tiles_of_depth_32);
     for (int i; (i = take(&panels)) < num_parts * num_panels;) {
         int part = i / num_panels, first = begin + part * most, last = min_int(end, first + most);
-        if (part != widened) {
-            store_rest(&pending);
-            widen_rows(a, first, last, w->k, scratch->wide);
-            widened = part;
-        }
+        if (part != widened) widen_rows(a, first, last, w->k, scratch->wide);
+        widened = part;
         run_panel(w, a, i % num_panels, first, last, out, scratch, &pending);
     }
     store_rest(&pending);
