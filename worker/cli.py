@@ -6,12 +6,17 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
+from producer.cli.environment import PREFIX, REPEATABLE, unknown_variables, variable
 from producer.errors import HeadraceError
+from worker.config import MAX_FETCH_AHEAD, WorkerConfig
+from worker.engine.config import Attention, EngineConfig, KVDtype, Policy, Quantization
 from worker.routing import Route
+
+_ENGINE, _WORKER = EngineConfig(), WorkerConfig()  # the defaults
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -58,6 +63,12 @@ class SourceWeight(click.ParamType[tuple[str, float]]):
             self.fail("a weight is SOURCE=WEIGHT, WEIGHT a number", param, ctx)
 
 
+def _setting(defaults: EngineConfig | WorkerConfig, spelling: str, field: str = "", **attributes: Any) -> Callable[[_Command], _Command]:
+    """The option of a configuration's field, with its default; ``field`` names it where it is not spelled like the option."""
+    field = field or spelling.partition("/")[0].lstrip("-").replace("-", "_")
+    return click.option(spelling, field, default=getattr(defaults, field), show_default=True, **attributes)
+
+
 def _options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
     def add(command: _Command) -> _Command:
         for option in reversed(options):
@@ -67,71 +78,64 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
     return add
 
 
+memory_options = _options(
+    _setting(_ENGINE, "--quantization", type=click.Choice(get_args(Quantization)), help="How linear layers store weights."),
+    _setting(_ENGINE, "--kv-dtype", type=click.Choice(get_args(KVDtype)), help="Of the KV cache; auto: as --dtype."),
+    _setting(_ENGINE, "--max-batch-size", type=click.IntRange(1), help="Most requests in one step."),
+    _setting(_ENGINE, "--max-batch-tokens", type=click.IntRange(1), help="Most tokens computed in one step."),
+    _setting(_ENGINE, "--block-size", type=click.IntRange(1), help="Tokens in one KV block."),
+)
+
+_model_option = _setting(_ENGINE, "--model", help="Folder, hub id, FILE.gguf, or demo (the embedded SmolLM2-135M).")
 _engine_options = _options(
-    click.option("--model", default="demo", show_default=True, help="Folder, hub id, FILE.gguf, or demo (the embedded SmolLM2-135M)."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
-    click.option(
-        "--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="How linear layers store weights."
-    ),
-    click.option(
-        "--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Of the KV cache; auto: as --dtype."
-    ),
-    click.option("--max-batch-size", default=100, show_default=True, type=click.IntRange(1), help="Most requests in one step."),
-    click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Most tokens computed in one step."),
-    click.option("--max-model-len", type=click.IntRange(1), help="Context limit in tokens [default: the model's]."),
-    click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens in one KV block."),
-    click.option("--kv-memory", "kv_memory_bytes", type=ByteSize(), help="Memory for the KV cache, e.g. 2GiB [default: by device]."),
-    click.option("--num-blocks", type=click.IntRange(1), help="KV blocks, instead of --kv-memory."),
-    click.option(
-        "--cpu-swap-blocks", default=0, show_default=True, type=click.IntRange(0), help="CPU blocks to swap preempted requests to."
-    ),
-    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
-    click.option("--policy", default="continuous", show_default=True, type=click.Choice(["continuous", "static"])),
-    click.option(
-        "--attention", default="auto", show_default=True, type=click.Choice(["auto", "torch", "flashinfer"]), help="Attention kernels."
-    ),
-    click.option("--realtime-reserved", default=0.5, show_default=True, type=click.FloatRange(0, 1), help="Share kept free of batch work."),
-    click.option(
+    _model_option,
+    _setting(_ENGINE, "--device", help="auto, cpu, cuda or cuda:N."),
+    _setting(_ENGINE, "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
+    memory_options,
+    _setting(_ENGINE, "--max-model-len", type=click.IntRange(1), help="Context limit in tokens [default: the model's]."),
+    _setting(_ENGINE, "--kv-memory", "kv_memory_bytes", type=ByteSize(), help="Memory for the KV cache, e.g. 2GiB [default: by device]."),
+    _setting(_ENGINE, "--num-blocks", type=click.IntRange(1), help="KV blocks, instead of --kv-memory."),
+    _setting(_ENGINE, "--cpu-swap-blocks", type=click.IntRange(0), help="CPU blocks to swap preempted requests to."),
+    _setting(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching"),
+    _setting(_ENGINE, "--policy", type=click.Choice(get_args(Policy))),
+    _setting(_ENGINE, "--attention", type=click.Choice(get_args(Attention)), help="Attention kernels."),
+    _setting(_ENGINE, "--realtime-reserved", type=click.FloatRange(0, 1), help="Share kept free of batch work."),
+    _setting(
+        _ENGINE,
         "--realtime-step-ms",
-        default=50.0,
-        show_default=True,
         type=click.FloatRange(0),
-        help="How long batch work may make a step while realtime requests wait or run, and loosely otherwise; 0: no bound.",
+        help="Longest step, in ms, that batch work may cause while realtime requests wait or run; without them the bound is several "
+        "times looser. 0: none.",
     ),
-    click.option("--batch-floor", default=0.1, show_default=True, type=click.FloatRange(0, 1), help="Share that batch work always keeps."),
-    click.option(
-        "--batch-overcommit", default=1.5, show_default=True, type=click.FloatRange(1), help="How far batch may overcommit blocks."
-    ),
+    _setting(_ENGINE, "--batch-floor", type=click.FloatRange(0, 1), help="Share that batch work always keeps."),
+    _setting(_ENGINE, "--batch-overcommit", type=click.FloatRange(1), help="How far batch may overcommit blocks."),
     click.option(
         "--source-weight",
         "source_weights",
         multiple=True,
         type=SourceWeight(),
         callback=lambda _ctx, _param, pairs: dict(pairs),
-        help="Share of service of a source against others of its tier [default: 1 each]; repeatable.",
+        help=f"Share of service of a source against others of its tier [default: 1 each]; {REPEATABLE}.",
     ),
-    click.option("--max-wait-ms", default=50.0, show_default=True, type=click.FloatRange(0), help="How long a static batch waits to fill."),
-    click.option("--seed", default=0, show_default=True, help="Mixed into the noise of requests without a seed."),
-    click.option("--trust-remote-code", is_flag=True, help="Let a hub model run its own code."),
+    _setting(_ENGINE, "--max-wait-ms", type=click.FloatRange(0), help="How long a static batch waits to fill."),
+    _setting(_ENGINE, "--seed", help="Mixed into the noise of requests without a seed."),
+    _setting(_ENGINE, "--trust-remote-code", is_flag=True, help="Let a hub model run its own code."),
 )
 
 _worker_options = _options(
-    click.option("--redis", "redis_url", envvar="HEADRACE_REDIS", default="redis://127.0.0.1:6379/0", show_default=True),
-    click.option("--queue", envvar="HEADRACE_QUEUE", default="default", show_default=True),
+    _setting(_WORKER, "--redis", "redis_url", envvar="HEADRACE_REDIS", help="Where the queue is."),
+    _setting(_WORKER, "--queue", envvar="HEADRACE_QUEUE", help="Queue name."),
     click.option("--name", help="Consumer name; no two live workers may share one [default: host, pid and chance]."),
-    click.option("--lease", "lease_s", default=30.0, show_default=True, help="Seconds without renewal after which others take over."),
-    click.option("--drain-seconds", "drain_s", default=30.0, show_default=True, help="How long SIGTERM lets running requests go on."),
-    click.option("--checkpoint-tokens", default=64, show_default=True, help="Tokens that a crash may cost a request nobody streams."),
-    click.option(
-        "--checkpoint-seconds", "checkpoint_s", default=2.0, show_default=True, help="Seconds that a crash may cost such a request."
-    ),
-    click.option("--fetch-ahead", default=0, show_default=True, type=click.IntRange(0, 100_000), help="Requests a tier to hold waiting."),
-    click.option("--max-attempts", default=3, show_default=True, help="Deliveries after which a request is given up as POISONED."),
-    click.option("--route", "routes", multiple=True, type=RouteType(), help="Tier by labels: TIER:LABEL=PATTERN[,...]; repeatable."),
-    click.option("--reply-ttl", "reply_ttl_s", default=3600.0, show_default=True, help="Seconds that a final reply can be read."),
-    click.option("--state-ttl", "state_ttl_s", default=86400.0, show_default=True, help="Seconds that a finished request is known."),
-    click.option("--log-prompts", is_flag=True, help="Log prompts and outputs, cut to 2,000 characters each, with each request's end."),
+    _setting(_WORKER, "--lease", "lease_s", help="Seconds without renewal after which others take over."),
+    _setting(_WORKER, "--drain-seconds", "drain_s", help="How long SIGTERM lets running requests go on."),
+    _setting(_WORKER, "--checkpoint-tokens", help="Tokens that a crash may cost a request nobody streams."),
+    _setting(_WORKER, "--checkpoint-seconds", "checkpoint_s", help="Seconds that a crash may cost such a request."),
+    _setting(_WORKER, "--fetch-ahead", type=click.IntRange(0, MAX_FETCH_AHEAD), help="Requests a tier to hold waiting."),
+    _setting(_WORKER, "--max-attempts", help="Attempts after which a request is given up as POISONED."),
+    click.option("--route", "routes", multiple=True, type=RouteType(), help=f"Tier by labels: TIER:LABEL=PATTERN[,...]; {REPEATABLE}."),
+    _setting(_WORKER, "--reply-ttl", "reply_ttl_s", help="Seconds that a final reply can be read."),
+    _setting(_WORKER, "--state-ttl", "state_ttl_s", help="Seconds that a finished request is known."),
+    _setting(_WORKER, "--log-prompts", is_flag=True, help="Log prompts and outputs, cut to 2,000 characters each, when a request ends."),
 )
 
 
@@ -144,24 +148,25 @@ def main() -> None:
 @_worker_options
 @_engine_options
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve /metrics, /startupz, /healthz and /readyz here.")
-@click.option("--metrics-source", "metrics_sources", multiple=True, help="Source that is counted by name; may be repeated.")
+@click.option("--metrics-source", "metrics_sources", multiple=True, help=f"Source that is counted by name; {REPEATABLE}.")
 @click.option("--step-log", type=click.Path(dir_okay=False, path_type=Path), help="Write a JSON line a step: time, batch size, tokens, KV.")
 @click.option("--otlp-traces-endpoint", metavar="URL", help="Send a trace a request there, as OTLP over HTTP (needs headrace[otel]).")
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
 @click.option("--log-format", default="console" if sys.stderr.isatty() else "json", type=click.Choice(["console", "json"]))
-def worker(**options: Any) -> None:
+@click.pass_context
+def worker(context: click.Context, /, **options: Any) -> None:
     """Serve a queue: one worker a GPU, until SIGTERM."""
     from worker.service import serve
 
     try:
-        exit_code = serve(**options)
+        exit_code = serve(unknown_variables=unknown_variables(context.command, variable(PREFIX, "worker")), **options)
     except (HeadraceError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     sys.exit(exit_code)
 
 
 @main.command()
-@click.option("--model", default="demo", show_default=True, help="Folder, hub id, FILE.gguf, or demo (the embedded SmolLM2-135M).")
+@_model_option
 @click.option("--callers", default=24, show_default=True, type=click.IntRange(1), help="Callers that block at the same time.")
 @click.option("--max-batch-size", default=8, show_default=True, type=click.IntRange(1), help="Most requests in one step.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw who ran when, and the batch size, into this PNG.")

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from producer.errors import HeadraceError
-from worker.cli import ByteSize
+from worker.cli import ByteSize, memory_options
 from worker.sizing import DTYPE_BYTES, GIB, ModelShape, Sizing, read_shape
 from worker.sizing import size as compute
 
@@ -20,13 +20,7 @@ from worker.sizing import size as compute
 @click.option("--model", required=True, help="Folder, hub id, FILE.gguf, or demo.")
 @click.option("--gpu-memory", "memory_bytes", required=True, type=ByteSize(), help="The device's memory, e.g. 80GiB.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(sorted(DTYPE_BYTES)))
-@click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="How weights are stored.")
-@click.option(
-    "--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Of the KV cache; auto: as --dtype."
-)
-@click.option("--max-batch-size", default=100, show_default=True, type=click.IntRange(1), help="Most requests in one step.")
-@click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Most tokens computed in one step.")
-@click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens in one KV block.")
+@memory_options
 @click.option("--trust-remote-code", is_flag=True, help="Let a hub model run its own code.")
 @click.option("--json", "as_json", is_flag=True, help="Print bytes and counts as JSON.")
 def size(

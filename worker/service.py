@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from io import RawIOBase
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ import structlog
 from producer.connection import connect
 from worker.config import WorkerConfig
 from worker.device_memory import device_bytes
+from worker.engine.config import EngineConfig
 from worker.engine.scheduler import SchedulerStats
 from worker.engine_api import EngineLike, StepSample
 from worker.health import Finding, HealthServer
@@ -42,6 +44,7 @@ def serve(
     otlp_traces_endpoint: str | None,
     log_level: str,
     log_format: str,
+    unknown_variables: Sequence[str],
     **options: Any,
 ) -> int:
     """Run a worker until it is told to stop; returns the process's exit code.
@@ -51,41 +54,28 @@ def serve(
         metrics_sources: labels of requests that are counted by name.
         step_log: file that gets a JSON line a step.
         otlp_traces_endpoint: URL that gets a trace a request.
+        unknown_variables: of the environment, which look like options and are none; they are logged.
         options: the fields of `WorkerConfig` and `EngineConfig`; None takes the default.
 
     Raises:
         ValueError: an option is out of its bounds, or what it names cannot be had.
     """
-    from worker.engine.config import EngineConfig
-
     configure_logging(log_level, log_format)
+    if unknown_variables:
+        log.warning("variables of the environment that no option reads", names=unknown_variables)
     config = WorkerConfig(**_fields_of(WorkerConfig, options))
     engine_config = EngineConfig(**_fields_of(EngineConfig, options))
-
-    def config_of(model: str) -> EngineConfig:
-        return replace(engine_config, model=model) if model else engine_config
-
-    def load_engine(model: str) -> EngineLike:
-        from worker.engine.engine import Engine
-
-        return Engine(config_of(model))
-
-    def check(model: str) -> None:
-        from worker.engine.model_loader import check_model
-
-        check_model(config_of(model))
-
     metrics = WorkerMetrics(config.name, metrics_sources)
     with ExitStack() as stack:
         steps = stack.enter_context(StepLog.opened(step_log)) if step_log is not None else None
         tracer = stack.enter_context(exporting_to(otlp_traces_endpoint, config)) if otlp_traces_endpoint is not None else None
         worker = Worker(
             config,
-            load_engine,
+            partial(_load_engine, engine_config),
             metrics,
             on_step=steps.write if steps is not None else None,
             on_end=tracer.record if tracer is not None else None,
-            check_model=check,
+            check_model=partial(_check_model, engine_config),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stopper(worker))
@@ -98,6 +88,23 @@ def serve(
         sys.stderr.flush()
         os._exit(exit_code)
     return exit_code
+
+
+def _config_of(config: EngineConfig, model: str) -> EngineConfig:
+    """Of another model; '' is the worker's own."""
+    return replace(config, model=model) if model else config
+
+
+def _load_engine(config: EngineConfig, model: str) -> EngineLike:
+    from worker.engine.engine import Engine
+
+    return Engine(_config_of(config, model))
+
+
+def _check_model(config: EngineConfig, model: str) -> None:
+    from worker.engine.model_loader import check_model
+
+    check_model(_config_of(config, model))
 
 
 class StepLog:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from producer import __version__
+from producer.cli.environment import PREFIX, name_variables, variable
 from producer.errors import HeadraceError, RedisUnavailable
 
 EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
@@ -50,6 +51,7 @@ class LazyGroup(click.Group):
         _check_installed(cmd_name)
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(import_module(module), name)
+        name_variables(command, variable(PREFIX, cmd_name))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - the signature is click's
@@ -72,13 +74,13 @@ class LazyGroup(click.Group):
         return result
 
 
-@click.group(cls=LazyGroup, context_settings={"auto_envvar_prefix": "HEADRACE", "help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="headrace")
 def main() -> None:
     """LLM inference through a queue.
 
-    Every option can also be set in the environment: HEADRACE_REDIS and HEADRACE_QUEUE for all commands, the others as
-    HEADRACE_COMMAND_OPTION, for example HEADRACE_SUBMIT_MAX_TOKENS.
+    Every option can also be set in the environment, by the variable that its help names: HEADRACE_REDIS and HEADRACE_QUEUE for
+    all commands, for the others HEADRACE_COMMAND_OPTION, such as HEADRACE_SUBMIT_MAX_TOKENS.
     """
 
 

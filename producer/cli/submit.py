@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from producer import codec
+from producer.cli.environment import REPEATABLE
 from producer.cli.group import complain, exit_code
 from producer.cli.options import open_client, queue_options
 from producer.client import Client, Handle
@@ -63,7 +64,7 @@ def _sampling_options(command: Any) -> Any:
 @click.option("--user", help="Label.")
 @click.option("--task", help="Label.")
 @_sampling_options
-@click.option("--stop", multiple=True, help="String that ends the answer; may be repeated.")
+@click.option("--stop", multiple=True, help=f"String that ends the answer; {REPEATABLE}.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of sequence.")
 def submit(prompt: str | None, redis_url: str, queue: str, chat: bool, as_json: bool, timeout: float | None, **options: Any) -> None:
     """Submit PROMPT and print the answer.

@@ -86,6 +86,11 @@ def _shape_options(prompt_tokens: int, output_tokens: int) -> Callable[[Command]
     return add
 
 
+def _lengths_option(kind: str, default: tuple[int, int]) -> Callable[[Command], Command]:
+    about = f"Tokens in and out of the {kind} requests; in the variable separated by a space."
+    return click.option(f"--{kind}", nargs=2, default=default, show_default=True, type=_COUNT, help=about)
+
+
 _callers_option = click.option("--callers", default=8, show_default=True, type=_COUNT, help="Streaming callers at once.")
 _ttft_option = click.option("--ttft-goal-ms", default=1000.0, show_default=True, type=_POSITIVE, help="Goal of the first token, p95.")
 
@@ -123,8 +128,8 @@ def ramp(
 
 @load.command()
 @_test_options
-@click.option("--short", nargs=2, default=(32, 16), show_default=True, type=_COUNT, help="Tokens in and out of the short requests.")
-@click.option("--long", nargs=2, default=(1000, 256), show_default=True, type=_COUNT, help="Tokens in and out of the long requests.")
+@_lengths_option("short", (32, 16))
+@_lengths_option("long", (1000, 256))
 @click.option("--short-callers", default=4, show_default=True, type=_COUNT)
 @click.option("--long-callers", default=8, show_default=True, type=_COUNT)
 @_ttft_option

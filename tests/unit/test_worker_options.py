@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from producer.cli import main
+from worker.config import WorkerConfig
+from worker.engine.config import EngineConfig
 from worker.routing import Route
 
 
@@ -38,9 +41,21 @@ def test_weights_and_routes_may_be_repeated(served: dict[str, Any]) -> None:
 
 
 def test_options_come_from_the_environment(served: dict[str, Any]) -> None:
-    run(environment={"HEADRACE_WORKER_SOURCE_WEIGHTS": "gold=2 iron=0.5", "HEADRACE_WORKER_KV_MEMORY_BYTES": "1GiB"})
+    run(environment={"HEADRACE_WORKER_SOURCE_WEIGHT": "gold=2 iron=0.5", "HEADRACE_WORKER_KV_MEMORY": "1GiB"})
     assert served["source_weights"] == {"gold": 2.0, "iron": 0.5}
     assert served["kv_memory_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("config", "of_code_alone"), [(EngineConfig(), {"cuda_graphs", "run_ahead"}), (WorkerConfig(name="w"), {"socket_timeout_s"})]
+)
+def test_every_setting_has_an_option_with_its_default(
+    config: EngineConfig | WorkerConfig, of_code_alone: set[str], served: dict[str, Any]
+) -> None:
+    run("--name", "w")
+    settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in of_code_alone}
+    assert {name: served[name] for name in settings} == settings
+    assert not of_code_alone & served.keys()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from producer.cli.environment import REPEATABLE
 from producer.errors import ModelUnavailable
 from producer.load.plots import can_draw, draw
 from worker.bench import plots, report, workloads
@@ -31,7 +32,7 @@ _SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
 @click.command()
 @click.option("--workload", default="mixed", show_default=True, help="mixed, decode, prefill, anyscale, shared-prefix or trace:FILE.")
 @click.option(
-    "--engine", "engines", multiple=True, type=click.Choice(ENGINES), help="Engine to run; repeat to compare [default: headrace]."
+    "--engine", "engines", multiple=True, type=click.Choice(ENGINES), help=f"Engine to run [default: headrace]; {REPEATABLE}, to compare."
 )
 @click.option("--compare", "compare_all", is_flag=True, help=f"{', '.join(COMPARED)}. The last ones are slow: see --count.")
 @click.option(
@@ -42,14 +43,14 @@ _SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Counted runs of each engine, in turn.")
 @click.option("--count", type=click.IntRange(1), help="Only the first COUNT requests.")
 @click.option(
-    "--output-cap", "output_caps", multiple=True, type=click.IntRange(1), help="Most output tokens of a request; repeat to sweep."
+    "--output-cap", "output_caps", multiple=True, type=click.IntRange(1), help=f"Most output tokens of a request; {REPEATABLE}, to sweep."
 )
 @click.option(
     "--rate",
     "rates",
     multiple=True,
     type=click.FloatRange(0, min_open=True),
-    help="Poisson arrivals a second; repeat to sweep [default: all at once, or a trace's own times].",
+    help=f"Poisson arrivals a second [default: all at once, or a trace's own times]; {REPEATABLE}, to sweep.",
 )
 @click.option("--callers", default=128, show_default=True, type=click.IntRange(1), help="Blocking callers of the queue engine.")
 @click.option("--model", default="demo", show_default=True, help="Model folder, GGUF file, hub id, or demo.")
