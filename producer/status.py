@@ -35,7 +35,7 @@ class WorkerStatus:
 
     Attributes:
         state: ``starting``, ``running``, ``draining``, ….
-        batch_size: requests in the last step.
+        batch_size: requests that run in its engine.
         fields: everything it says, as text.
     """
 
@@ -51,7 +51,7 @@ class WorkerStatus:
 
     @property
     def batch(self) -> str:
-        """Requests in the last step, and how many there may be, as ``3/100``; as much of it as it says."""
+        """Requests that run in its engine, and how many may at once, as ``3/100``; as much of it as it says."""
         size, most = self.batch_size, _optional_integer(self.fields.get("max_batch_size"))
         return "" if size is None else str(size) if most is None else f"{size}/{most}"
 

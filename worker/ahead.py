@@ -1,4 +1,4 @@
-"""Requests that a worker was given beyond what its engine has room for: leased, not begun, in the order that fairness wants."""
+"""The fetch-ahead buffer: requests leased by this worker that the engine has no room for yet, in fairness order."""
 
 from __future__ import annotations
 

@@ -45,9 +45,8 @@ class Intake:
     the order that `Ahead` knows. Suspects, which two workers did not survive, are run alone: while any is held nothing else is
     fetched, and one at a time is given to the engine once that is empty.
 
-    Until its turn comes a request's delivery count is kept one lower, so that a crash meanwhile is not held against it: of a
-    batch that died twice only the culprit comes to be given up, the others are run once more and answered, and those that
-    waited behind the batch were never in doubt.
+    A request's delivery count rises only when it is given to the engine, so a crash counts against what was running, never against
+    what waited. After two crashes each request that was running is run alone, and only the culprit reaches ``max_attempts``.
     """
 
     def __init__(self, core: Core, consumer: Consumer, ledger: Ledger) -> None:

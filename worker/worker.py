@@ -1,6 +1,6 @@
 """Joins the two halves: requests come in from Redis, the engine runs them, replies go back.
 
-Four threads, each with a connection of its own and each the owner of what it works on:
+Four threads, each the owner of what it works on; all but the engine's talk to Redis, by one client and its pool of connections:
 
     intake      streams -> registry -> engine       (worker/intake.py)
     engine      batch, KV cache, device             (worker/engine_loop.py)

@@ -35,9 +35,9 @@ class EngineConfig:
         policy: ``continuous``, or ``static`` (fill a batch, run it to its end).
         realtime_reserved: share of slots, blocks and tokens a step that the batch tier must leave while realtime
             requests wait or run, 0..1.
-        realtime_step_ms: how long a step should take at most while realtime requests wait or run: batch work is held to that, and
-            may lengthen by a quarter a step whose realtime decodes alone take longer. Without realtime, steps of batch work are bounded
-            loosely, for whoever comes next. 0: no bound.
+        realtime_step_ms: longest step, in ms, that batch work may cause while realtime requests wait or run; where their decodes alone
+            take longer, batch work may lengthen such a step by a quarter. Without realtime requests the bound is several times looser.
+            0: none.
         batch_floor: share of slots and tokens a step that the batch tier keeps all the same, and then one of its requests
             keeps its blocks, too, 0..1; 0 lets realtime starve it. Of a step that ``realtime_step_ms`` bounds, a share of what that holds.
         batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).

@@ -1,9 +1,10 @@
 """Launches a step before the tokens of the one before it were read, so that the device never waits for the host.
 
 Sampled tokens stay on the device and are fed to the next step there; the host reads them while that step runs (as vLLM's and
-SGLang's asynchronous schedulers do). Until it has, the last output token of a request is `request.UNKNOWN_TOKEN`. A request that
-turns out to have ended is in one step too many, whose result for it is dropped; what that step wrote for it lies in blocks that
-were its own when it was launched, and whoever gets them next writes later on the same stream.
+SGLang's asynchronous schedulers do). Until it has, the last output token of a request is `request.UNKNOWN_TOKEN`.
+
+A request whose last token turns out to end it has already been launched once too often; that step's result for it is dropped. Its
+writes are harmless: its blocks were its own at launch, and their next owner writes later on the same stream.
 """
 
 from __future__ import annotations
