@@ -15,7 +15,7 @@ from producer import codec, scripts
 from producer.connection import BLOCK_S, SOCKET_TIMEOUT_S
 from producer.errors import Cancelled, HeadraceError, InvalidRequest, QueueFull, RedisUnavailable, ReplyExpired, UnknownRequest
 from producer.exchange import GRACE_S, Batch, Call, Patience, exchange, one
-from producer.keys import Keys
+from producer.keys import CONTROL_LENGTH, Keys
 from producer.options import Wanted
 from producer.reply import START, ReplyFold, outcome, parse_entries
 from producer.scripts import Argument
@@ -71,7 +71,7 @@ def submission(keys: Keys, wanted: Wanted, encoding: Encoding, max_queue_depth: 
         cancelled_body(encoding),
         *(part for item in (codec.encode_request(request, encoding) | dict(trace_context)).items() for part in item),
     )
-    names = (keys.stream(request.tier), keys.state(request.id), keys.reply(request.id), keys.limits)
+    names = (keys.stream(request.tier), keys.reply(request.id), keys.state(request.id), keys.limits)
     return Submission(request.id, names, args, wanted.durable, request.stream)
 
 
@@ -161,8 +161,8 @@ def _check_durable(reply: Any, items: Sequence[Submission], keys: Keys, patience
 
 def cancel(keys: Keys, request_id: str, patience: Patience) -> Call[CancelOutcome]:
     script = scripts.load("cancel")
-    names = (keys.state(request_id), keys.reply(request_id), keys.control)
-    args = (request_id, cancelled_body("msgpack"), cancelled_body("json"), REPLY_TTL_MS, FINISHED_STATE_TTL_MS)
+    names = (keys.reply(request_id), keys.state(request_id), keys.control)
+    args = (request_id, cancelled_body("msgpack"), cancelled_body("json"), REPLY_TTL_MS, FINISHED_STATE_TTL_MS, CONTROL_LENGTH)
     said: bytes = yield from one(script.command(names, args), patience, script)
     return cast("CancelOutcome", said.decode())
 
@@ -191,7 +191,8 @@ class Wait:
         """Have the worker publish a frame every step, where it was not asked to from the start."""
         if self.ticket.submission is None or not self.ticket.submission.streaming:
             script, request_id = scripts.load("stream"), self.ticket.request_id
-            yield from one(script.command((self._keys.state(request_id), self._keys.control), (request_id,)), self._patience, script)
+            command = script.command((self._keys.state(request_id), self._keys.control), (request_id, CONTROL_LENGTH))
+            yield from one(command, self._patience, script)
 
     def poll(self) -> Call[list[Chunk]]:
         """Read on for a slice of time; returns the new chunks.

@@ -90,7 +90,7 @@ def replay(client: redis.Redis, keys: Keys, letter: DeadLetter) -> str:
         raise InvalidRequest("id is missing: what was never a request cannot be replayed", field="id")
     fields = {name: value for name, value in letter.request.items() if name not in _NOT_REPLAYED}
     fields[b"history"] = json.dumps([*letter.history, letter.death]).encode()
-    names = (keys.dead, keys.stream(tier), keys.state(letter.id), keys.reply(letter.id))
+    names = (keys.dead, keys.stream(tier), keys.reply(letter.id), keys.state(letter.id))
     args: list[Argument] = [letter.entry, tier, encoding_of(letter.request), STATE_TTL_MS]
     args += [part for item in fields.items() for part in item]
     return _text(load("replay")(client, names, args)[0])

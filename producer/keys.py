@@ -16,6 +16,7 @@ from producer.errors import InvalidRequest
 Tier = Literal["realtime", "batch"]
 TIERS: tuple[Tier, ...] = ("realtime", "batch")
 GROUP = "workers"
+CONTROL_LENGTH = 10_000  # entries, more or less, that the streams of orders are kept at
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 

@@ -16,8 +16,8 @@ from worker.stream.ledger import Begun, Ledger, Settled
 BODY = b'{"prompt":"hi"}'
 
 
-class Bench:
-    """A queue with two consumers on it."""
+class LedgerPair:
+    """A queue with the ledgers of two consumers, `one` and `two`, on it."""
 
     def __init__(self, client: redis.Redis, queue: str) -> None:
         self.client = client

@@ -10,10 +10,9 @@ import click
 from producer.cli.options import open_client, queue_options, redis_errors
 from producer.client import Client
 from producer.errors import ModelUnavailable, WaitTimeout
-from producer.keys import check_name
+from producer.keys import CONTROL_LENGTH, check_name
 from producer.status import WorkerStatus, read_status
 
-_ADMIN_LENGTH = 10_000
 _POLL_S = 0.1
 
 
@@ -41,7 +40,7 @@ def reload(redis_url: str, queue: str, model: str, only: str, timeout_s: float) 
 
 def _order(client: Client, model: str, only: str) -> str:
     fields: dict[Any, Any] = {"op": "reload", "model": model, "worker": check_name("worker", only) if only else ""}
-    entry: Any = client.redis.xadd(client.keys.admin, fields, maxlen=_ADMIN_LENGTH, approximate=True)
+    entry: Any = client.redis.xadd(client.keys.admin, fields, maxlen=CONTROL_LENGTH, approximate=True)
     return str(entry.decode())
 
 

@@ -1,54 +1,57 @@
 -- Put a request on its tier's stream, once per id.
---
--- KEYS  1 stream  2 state  3 reply  4 limits
--- ARGV  1 tier  2 default depth limit or ''  3 deadline: '' none, '+<ms>' from now, '<ms>' absolute
---       4 state TTL ms  5 reply TTL ms  6 finished state's TTL ms  7 encoding  8 body of a CANCELLED error in it
---       9... the entry's fields and values, without enqueued_ms and deadline_ms
--- Returns {'queued', enqueued_ms, deadline_ms or ''}
---         {'exists', status}      the id is known: nothing was added
---         {'cancelled'}           a cancellation came first: the reply is there
---         {'full', depth, limit}  nothing was written
-local known = redis.call('HMGET', KEYS[2], 'status', 'cancel')
-if known[1] then
-    return {'exists', known[1]}
+-- KEYS: the tier's stream, reply, state, limits
+-- ARGV: tier, default depth limit or '', deadline ('' none, '+<ms>' from now, '<ms>' absolute),
+--       state TTL in ms, reply TTL in ms, finished state's TTL in ms, encoding, body of a CANCELLED error in it,
+--       then the entry's fields and values, without enqueued_ms and deadline_ms
+-- Returns: {'queued', enqueued_ms, deadline_ms or ''}
+--          {'exists', status}      the id is known: nothing was added
+--          {'cancelled'}           a cancellation came first: the reply is there
+--          {'full', depth, limit}  nothing was written
+local stream, reply, state, limits = unpack(KEYS)
+local tier, default_limit, deadline = unpack(ARGV, 1, 3)
+local state_ttl_ms, reply_ttl_ms, finished_state_ttl_ms, encoding, cancelled_body = unpack(ARGV, 4, 8)
+
+local known = redis.call('HMGET', state, 'status', 'cancel')
+local status, cancelled = known[1], known[2]
+if status then
+  return { 'exists', status }
 end
 
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local now = string.format('%.0f', now_ms)
 
-if known[2] then
-    redis.call('XADD', KEYS[3], '*', 'type', 'error', 'attempt', '1', ARGV[7], ARGV[8])
-    redis.call('PEXPIRE', KEYS[3], ARGV[5])
-    redis.call('HSET', KEYS[2], 'status', 'cancelled', 'code', 'CANCELLED', 'tier', ARGV[1], 'encoding', ARGV[7],
-        'enqueued_ms', now, 'finished_ms', now)
-    redis.call('PEXPIRE', KEYS[2], ARGV[6])
-    return {'cancelled'}
+if cancelled then
+  redis.call('XADD', reply, '*', 'type', 'error', 'attempt', '1', encoding, cancelled_body)
+  redis.call('PEXPIRE', reply, reply_ttl_ms)
+  redis.call('HSET', state, 'status', 'cancelled', 'code', 'CANCELLED', 'tier', tier, 'encoding', encoding,
+    'enqueued_ms', now, 'finished_ms', now)
+  redis.call('PEXPIRE', state, finished_state_ttl_ms)
+  return { 'cancelled' }
 end
 
-local limit = redis.call('HGET', KEYS[4], 'max_depth:' .. ARGV[1]) or ARGV[2]
+local limit = redis.call('HGET', limits, 'max_depth:' .. tier) or default_limit
 if limit ~= '' then
-    local depth = redis.call('XLEN', KEYS[1])
-    if depth >= tonumber(limit) then
-        return {'full', depth, limit}
-    end
+  local depth = redis.call('XLEN', stream)
+  if depth >= tonumber(limit) then
+    return { 'full', depth, limit }
+  end
 end
 
-local deadline = ARGV[3]
 if string.sub(deadline, 1, 1) == '+' then
-    deadline = string.format('%.0f', now_ms + tonumber(string.sub(deadline, 2)))
+  deadline = string.format('%.0f', now_ms + tonumber(string.sub(deadline, 2)))
 end
-local fields = {'enqueued_ms', now}
+local fields = { 'enqueued_ms', now }
 if deadline ~= '' then
-    fields[3], fields[4] = 'deadline_ms', deadline
+  fields[3], fields[4] = 'deadline_ms', deadline
 end
 for i = 9, #ARGV do
-    fields[#fields + 1] = ARGV[i]
+  fields[#fields + 1] = ARGV[i]
 end
-local entry = redis.call('XADD', KEYS[1], '*', unpack(fields))
-redis.call('HSET', KEYS[2], 'status', 'queued', 'tier', ARGV[1], 'entry', entry, 'encoding', ARGV[7], 'enqueued_ms', now)
+local entry = redis.call('XADD', stream, '*', unpack(fields))
+redis.call('HSET', state, 'status', 'queued', 'tier', tier, 'entry', entry, 'encoding', encoding, 'enqueued_ms', now)
 if deadline ~= '' then
-    redis.call('HSET', KEYS[2], 'deadline_ms', deadline)
+  redis.call('HSET', state, 'deadline_ms', deadline)
 end
-redis.call('PEXPIRE', KEYS[2], ARGV[4])
-return {'queued', now, deadline}
+redis.call('PEXPIRE', state, state_ttl_ms)
+return { 'queued', now, deadline }

@@ -1,12 +1,14 @@
 -- Ask for a frame every step of a request that was submitted without `stream`.
---
--- KEYS  1 state  2 control
--- ARGV  1 id
--- Returns its status, or 'unknown'; a final one, or a request that streams already, is left alone.
-local state = redis.call('HMGET', KEYS[1], 'status', 'stream')
-local status = state[1] or 'unknown'
-if (status == 'queued' or status == 'running') and state[2] ~= '1' then
-    redis.call('HSET', KEYS[1], 'stream', '1')
-    redis.call('XADD', KEYS[2], 'MAXLEN', '~', '10000', '*', 'op', 'stream', 'id', ARGV[1])
+-- KEYS: state, control
+-- ARGV: id, length to keep the control stream at
+-- Returns: its status, or 'unknown'; a final one, or a request that streams already, is left alone
+local state, control = unpack(KEYS)
+local id, control_length = unpack(ARGV)
+
+local known = redis.call('HMGET', state, 'status', 'stream')
+local status, streams = known[1] or 'unknown', known[2] == '1'
+if (status == 'queued' or status == 'running') and not streams then
+  redis.call('HSET', state, 'stream', '1')
+  redis.call('XADD', control, 'MAXLEN', '~', control_length, '*', 'op', 'stream', 'id', id)
 end
 return status

@@ -9,7 +9,7 @@ import redis
 
 from producer.client import Client
 from producer.connection import connect
-from tests.ledgers import Bench
+from tests.ledgers import LedgerPair
 from tests.servers import Server
 from tests.workers import QueueView
 from worker.embedded import EmbeddedQueue, embedded_queue
@@ -29,9 +29,9 @@ def client(real_queue: EmbeddedQueue) -> Iterator[Client]:
 
 
 @pytest.fixture
-def bench(any_server: Server, queue: str) -> Iterator[Bench]:
+def pair(any_server: Server, queue: str) -> Iterator[LedgerPair]:
     with connect(any_server.url) as client:
-        yield Bench(client, queue)
+        yield LedgerPair(client, queue)
 
 
 @pytest.fixture

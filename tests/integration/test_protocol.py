@@ -13,7 +13,7 @@ import pytest
 import producer
 from producer import Client, calls
 from producer.errors import BY_CODE
-from producer.keys import Keys
+from producer.keys import CONTROL_LENGTH, Keys
 from producer.sampling import FIELD_NAMES
 from producer.scripts import load
 from producer.wire import MAX_BODY_BYTES, PROTOCOL_VERSION
@@ -30,7 +30,7 @@ def client(any_client: Client) -> Client:
 
 
 def enqueue(client: Client, keys: Keys, request_id: str, *, limit: object = "", deadline: str = "") -> list[Any]:
-    names = (keys.stream("realtime"), keys.state(request_id), keys.reply(request_id), keys.limits)
+    names = (keys.stream("realtime"), keys.reply(request_id), keys.state(request_id), keys.limits)
     ttls = (604800000, 3600000, 86400000)
     fields = ("id", request_id, "v", 1, "json", '{"prompt":"Hi"}', "user", "u")
     reply: Any = client.redis.eval(load("enqueue").source, 4, *names, "realtime", limit, deadline, *ttls, "json", CANCELLED, *fields)  # type: ignore[arg-type]  # redis-py types these as str
@@ -54,11 +54,11 @@ def test_enqueue_script_answers_as_written(client: Client, keys: Keys, respond: 
 
 def test_cancel_and_stream_scripts_answer_as_written(client: Client, keys: Keys) -> None:
     def cancel(request_id: str) -> Any:
-        names = (keys.state(request_id), keys.reply(request_id), keys.control)
-        return client.redis.eval(load("cancel").source, 3, *names, request_id, b"\x80", CANCELLED, 3600000, 86400000)
+        names = (keys.reply(request_id), keys.state(request_id), keys.control)
+        return client.redis.eval(load("cancel").source, 3, *names, request_id, b"\x80", CANCELLED, 3600000, 86400000, 10000)
 
     def stream(request_id: str) -> Any:
-        return client.redis.eval(load("stream").source, 2, keys.state(request_id), keys.control, request_id)
+        return client.redis.eval(load("stream").source, 2, keys.state(request_id), keys.control, request_id, 10000)
 
     enqueue(client, keys, "x1")
     assert (stream("x1"), stream("x1"), stream("nobody")) == (b"queued", b"queued", b"unknown")
@@ -101,4 +101,4 @@ def test_page_lists_every_field_key_and_number() -> None:
     assert [key for key in (*fixed, *of_one) if f"`{key}" not in PAGE] == []
     assert f"version {PROTOCOL_VERSION}" in PAGE
     assert f"{MAX_BODY_BYTES // 1024**2} MiB" in PAGE
-    assert all(str(ttl_ms) in PAGE for ttl_ms in (calls.STATE_TTL_MS, calls.REPLY_TTL_MS, calls.FINISHED_STATE_TTL_MS))
+    assert all(str(number) in PAGE for number in (calls.STATE_TTL_MS, calls.REPLY_TTL_MS, calls.FINISHED_STATE_TTL_MS, CONTROL_LENGTH))

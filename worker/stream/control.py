@@ -7,10 +7,9 @@ from typing import Any
 
 import redis
 
-from producer.keys import Keys
+from producer.keys import CONTROL_LENGTH, Keys
 
 MAX_ORDERS = 1000
-CONTROL_LENGTH = 10_000
 
 
 @dataclass(frozen=True, slots=True)

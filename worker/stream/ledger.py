@@ -17,10 +17,9 @@ from redis.exceptions import ResponseError
 
 from producer.codec import decode_chunk, decode_frame
 from producer.errors import InternalError
-from producer.keys import GROUP, TIERS, Keys
+from producer.keys import CONTROL_LENGTH, GROUP, TIERS, Keys
 from producer.scripts import Argument
 from producer.wire import Chunk
-from worker.stream.control import CONTROL_LENGTH
 from worker.stream.delivery import Delivery, Settlement, TokensFrame
 from worker.stream.scripts import Call, load, run, run_each
 

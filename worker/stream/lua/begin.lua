@@ -1,19 +1,20 @@
 #!lua flags=allow-oom
 -- May this worker run the entry it was just given? Whoever is told to hold it asks again when its turn has come.
 -- KEYS: the tier's stream, reply, state, the other tier's stream
--- ARGV: group, consumer, entry, tier, deadline_ms or '', encoding, max_attempts, attempts from which it runs alone,
---       what for: 'run' it, 'hold' it until its turn comes, or the attempt that it is given now that its turn has come;
+-- ARGV: group, consumer, entry, tier, deadline in ms or '', encoding,
+--       attempts after which it is given up, attempts from which it runs alone,
+--       what for: 'run' it, 'hold' it until its turn comes, or the attempt that it is given now that its turn has come,
 --       1 where the delivery count has not this delivery in it, else 0
--- Returns: verdict, attempt, now_ms, 1 if somebody streams it, output tokens published, enqueued_ms,
+-- Returns: verdict, attempt, now in ms, 1 if somebody streams it, output tokens published, enqueued_ms,
 --          when any attempt began it first, and when any had published its first token, each nil where none has
-local stream, reply, state, other = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local group, consumer, entry, tier = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local stream, reply, state, other_stream = unpack(KEYS)
+local group, consumer, entry, tier, deadline_ms, encoding = unpack(ARGV, 1, 6)
+local max_attempts, alone_from, purpose, uncounted = unpack(ARGV, 7, 10)
 
-local purpose = ARGV[9]
-
-local where, published, attempt = standing(stream, group, consumer, entry, reply, state)
+local where, published, count = standing(stream, group, consumer, entry, reply, state)
 local now = now_ms()
-attempt = tonumber(purpose) or math.max(1, attempt + tonumber(ARGV[10]))
+local due_attempt = tonumber(purpose)
+local attempt = due_attempt or math.max(1, count + tonumber(uncounted))
 local function answer(verdict)
   local known = redis.call('HMGET', state, 'stream', 'enqueued_ms', 'started_ms', 'first_token_ms')
   local enqueued = tonumber(known[2]) or tonumber(string.match(entry, '^%d+'))
@@ -29,18 +30,17 @@ end
 -- The same id put on the queue twice: the entry that came first stands.
 local first = redis.call('HMGET', state, 'entry', 'tier')
 if first[1] and (first[1] ~= entry or first[2] ~= tier) then
-  local there = redis.pcall('XRANGE', first[2] == tier and stream or other, first[1], first[1])
+  local there = redis.pcall('XRANGE', first[2] == tier and stream or other_stream, first[1], first[1])
   if not there.err and there[1] then
     take_off(stream, group, entry)
     return answer('duplicate')
   end
 end
 
-local ms = string.match(entry, '^%d+')
-redis.call('HSETNX', state, 'enqueued_ms', ms)
-redis.call('HSET', state, 'tier', tier, 'entry', entry, 'encoding', ARGV[6])
-if ARGV[5] ~= '' then
-  redis.call('HSET', state, 'deadline_ms', ARGV[5])
+redis.call('HSETNX', state, 'enqueued_ms', string.match(entry, '^%d+'))
+redis.call('HSET', state, 'tier', tier, 'entry', entry, 'encoding', encoding)
+if deadline_ms ~= '' then
+  redis.call('HSET', state, 'deadline_ms', deadline_ms)
 end
 local order = redis.call('HMGET', state, 'cancel', 'deadline_ms')
 if order[1] and order[1] ~= '0' and order[1] ~= '' then
@@ -49,11 +49,11 @@ end
 if order[2] and (tonumber(order[2]) or now) < now then
   return answer('expired')
 end
-if tonumber(purpose) then
+if due_attempt then
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'RETRYCOUNT', attempt, 'JUSTID')
-elseif attempt > tonumber(ARGV[7]) then
+elseif attempt > tonumber(max_attempts) then
   return answer('poisoned')
-elseif attempt >= tonumber(ARGV[8]) then
+elseif attempt >= tonumber(alone_from) then
   return answer('suspect')
 elseif purpose == 'hold' then
   redis.call('HSET', state, 'status', 'queued')

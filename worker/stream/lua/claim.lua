@@ -3,10 +3,13 @@
 -- KEYS: the tier's stream
 -- ARGV: group, consumer, least idle time in ms, where to go on in the pending list, at most how many
 -- Returns: where to go on next time ('0-0': all of it was seen), and the entries
-local stream = KEYS[1]
-local claimed = redis.call('XAUTOCLAIM', stream, ARGV[1], ARGV[2], ARGV[3], ARGV[4], 'COUNT', ARGV[5], 'JUSTID')
+local stream = unpack(KEYS)
+local group, consumer, min_idle_ms, cursor, count = unpack(ARGV)
+
+local claimed = redis.call('XAUTOCLAIM', stream, group, consumer, min_idle_ms, cursor, 'COUNT', count, 'JUSTID')
+local next_cursor, ids = claimed[1], claimed[2]
 local entries = {}
-for _, entry in ipairs(claimed[2]) do
-  entries[#entries + 1] = redis.call('XRANGE', stream, entry, entry)[1]
+for _, id in ipairs(ids) do
+  entries[#entries + 1] = redis.call('XRANGE', stream, id, id)[1]
 end
-return { claimed[1], entries }
+return { next_cursor, entries }

@@ -5,17 +5,21 @@
 -- ARGV: group, consumer, length to keep the control stream at, the worker to be told or '' for all,
 --       then for each entry: tier's index, entry, delivery count to leave it with ('less': one less than it has, '': what it has)
 -- Returns: how many were handed back
-local group, consumer = ARGV[1], ARGV[2]
+local streams, control = { KEYS[1], KEYS[2] }, KEYS[3]
+local states = { unpack(KEYS, 4) }
+local group, consumer, control_length, recipient = unpack(ARGV, 1, 4)
+
 local released = 0
-for i = 1, #KEYS - 3 do
+for i, state in ipairs(states) do
   local at = 3 * i + 2
-  local stream, entry, state = KEYS[tonumber(ARGV[at])], ARGV[at + 1], KEYS[3 + i]
+  local tier, entry, wanted_count = unpack(ARGV, at, at + 2)
+  local stream = streams[tonumber(tier)]
   local where, count = holder(stream, group, consumer, entry)
   if where == 'own' then
-    if ARGV[at + 2] == 'less' then
+    if wanted_count == 'less' then
       count = math.max(0, count - 1)
-    elseif ARGV[at + 2] ~= '' then
-      count = ARGV[at + 2]
+    elseif wanted_count ~= '' then
+      count = wanted_count
     end
     redis.call('XCLAIM', stream, group, consumer, 0, entry, 'TIME', 0, 'RETRYCOUNT', count, 'JUSTID')
     if redis.call('HGET', state, 'status') == 'running' then
@@ -25,6 +29,6 @@ for i = 1, #KEYS - 3 do
   end
 end
 if released > 0 then
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'op', 'claim', 'worker', consumer, 'for', ARGV[4])
+  redis.call('XADD', control, 'MAXLEN', '~', control_length, '*', 'op', 'claim', 'worker', consumer, 'for', recipient)
 end
 return released

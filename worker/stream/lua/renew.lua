@@ -1,20 +1,23 @@
 #!lua flags=allow-oom
 -- Renew leases. The delivery count is set, not raised: being renewed, or claimed twice by one worker, is no attempt.
--- KEYS: both tiers' streams
--- ARGV: group, consumer, then for each entry: tier's index, entry, delivery count or '' to leave it
+-- KEYS: the tiers' streams
+-- ARGV: group, consumer,
+--       then for each entry: tier's index, entry, delivery count or '' to leave it
 -- Returns for each entry: 1, or 0 where it is lost
-local group, consumer = ARGV[1], ARGV[2]
+local streams = KEYS
+local group, consumer = unpack(ARGV, 1, 2)
+
 local results = {}
-for i = 1, (#ARGV - 2) / 3 do
-  local at = 3 * i
-  local stream, entry = KEYS[tonumber(ARGV[at])], ARGV[at + 1]
+for at = 3, #ARGV, 3 do
+  local tier, entry, wanted_count = unpack(ARGV, at, at + 2)
+  local stream = streams[tonumber(tier)]
   local where, count = holder(stream, group, consumer, entry)
   if where == 'own' then
-    if ARGV[at + 2] ~= '' then
-      count = ARGV[at + 2]
+    if wanted_count ~= '' then
+      count = wanted_count
     end
     redis.call('XCLAIM', stream, group, consumer, 0, entry, 'RETRYCOUNT', count, 'JUSTID')
   end
-  results[i] = where == 'lost' and 0 or 1
+  results[#results + 1] = where == 'lost' and 0 or 1
 end
 return results
