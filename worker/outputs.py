@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from producer.wire import Choice, Chunk
-from worker.engine.gather import Ending, Gather
+from producer.wire import Chunk
+from worker.engine.gather import Gather, ending_of
 from worker.engine.request import Request, StepOutput
 from worker.engine_api import Detokenizer
 from worker.transcript import Transcript
@@ -80,22 +80,12 @@ class Outputs:
         """
         transcript = self.of(step.request).transcript
         stopped_by = transcript.push(step.token_ids, step.logprobs, finished=step.finished)
-        ending = self._ending(step, transcript, stopped_by) if step.error_code is None else None
-        if ending is not None:
+        ended = step.error_code is None and (step.finished or stopped_by is not None)
+        if ended:
+            index = self.gather.index(step.request)
+            ending = ending_of(step, index, transcript.text, transcript.token_ids, transcript.logprobs, stopped_by)
             self.gather.put(step.request, ending)
-        return ending is not None
-
-    def _ending(self, step: StepOutput, transcript: Transcript, stopped_by: str | None) -> Ending | None:
-        if step.score is not None:
-            return step.score
-        if step.embedding is not None:
-            return step.embedding
-        finish_reason = step.finish_reason if stopped_by is None else "stop"
-        if finish_reason is None:
-            return None
-        stop_reason = step.stop_reason if stopped_by is None else stopped_by
-        index = self.gather.index(step.request)
-        return Choice(index, transcript.text, transcript.token_ids, finish_reason, stop_reason, transcript.logprobs)
+        return ended
 
 
 def _transcript(request: Request, make_detokenizer: Callable[[Request], Detokenizer]) -> Transcript:

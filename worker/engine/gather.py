@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from producer.wire import Choice, Result, Usage
-from worker.engine.request import Request
+from producer.wire import Choice, Result, TokenLogprob, Usage
+from worker.engine.request import Request, StepOutput
 
 Ending = Choice | float | list[float]  # of kind generate, score, embed
 
@@ -63,6 +63,25 @@ class Gather:
         else:
             completion = sum(len(ending.token_ids) for ending in self._endings.values() if isinstance(ending, Choice))
         return Usage(self.num_prompt_tokens, completion, first.num_cached_tokens)
+
+
+def ending_of(
+    step: StepOutput, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprob] | None, stopped_by: str | None
+) -> Ending:
+    """What the output at ``index`` of the reply has come to; ``step`` is its last one.
+
+    Args:
+        text: of all its ``token_ids``.
+        stopped_by: the stop string that ended it, which the engine knows nothing of.
+    """
+    if step.score is not None:
+        return step.score
+    if step.embedding is not None:
+        return step.embedding
+    if stopped_by is not None:
+        return Choice(index, text, token_ids, "stop", stopped_by, logprobs)
+    assert step.finish_reason is not None, "it goes on, or has failed"
+    return Choice(index, text, token_ids, step.finish_reason, step.stop_reason, logprobs)
 
 
 def _output_fields(endings: Sequence[Ending]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from producer.errors import error_from_code
-from producer.wire import Choice, GenerateRequest, Result, Timings, TokenLogprob
+from producer.wire import GenerateRequest, Result, Timings, TokenLogprob
 from worker.engine.detokenizer import Detokenizer
-from worker.engine.gather import Ending, Gather
+from worker.engine.gather import Ending, Gather, ending_of
 from worker.engine.request import Request, StepOutput
 
 if TYPE_CHECKING:
@@ -83,18 +83,11 @@ class _Part:
 
     def take(self, output: StepOutput) -> Ending | None:
         """Add a step's output; returns what it came to where that was the end."""
-        if output.score is not None:
-            return output.score
-        if output.embedding is not None:
-            return output.embedding
         delta = self._detokenizer.push(output.token_ids, output.finished)
         self._token_ids += output.token_ids[: delta.num_tokens_kept]
         if self._logprobs is not None:
             self._logprobs += (output.logprobs or [])[: delta.num_tokens_kept]
         self.stopped = delta.stopped_by is not None
-        if not self.stopped and output.finish_reason is None:
+        if not (self.stopped or output.finished):
             return None
-        reason = "stop" if self.stopped else output.finish_reason
-        assert reason is not None
-        stop_reason = delta.stopped_by if self.stopped else output.stop_reason
-        return Choice(self._index, self._detokenizer.emitted_text, self._token_ids, reason, stop_reason, self._logprobs)
+        return ending_of(output, self._index, self._detokenizer.emitted_text, self._token_ids, self._logprobs, delta.stopped_by)
