@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from worker.engine.config import GPU_KV_SHARE, SCALE_BYTES
+
 GIB = 2**30
-KV_SHARE = 0.9
 CUDA_CONTEXT_BYTES = GIB // 2  # driver, kernels, cuBLAS workspace
 MIN_LENGTH = 256
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SCALE_BYTES = 4  # of a token's key or value in one head, in a cache of int8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +130,11 @@ def size(
     block_bytes = kv_bytes_per_token * block_size
     free = memory_bytes - CUDA_CONTEXT_BYTES - weight_bytes
     usable_blocks = max_batch_size * -(-shape.max_model_len // block_size)
-    num_blocks = min(max(0, int(free * KV_SHARE)) // block_bytes, usable_blocks)
+    num_blocks = min(max(0, int(free * GPU_KV_SHARE)) // block_bytes, usable_blocks)
     step_bytes = shape.step_bytes(dtype_bytes, max_batch_size, max_batch_tokens)
     left_bytes = free - num_blocks * block_bytes
     if num_blocks < 1 or left_bytes < step_bytes:
-        needed = weight_bytes + CUDA_CONTEXT_BYTES + max(step_bytes + block_bytes, int(step_bytes / (1 - KV_SHARE)))
+        needed = weight_bytes + CUDA_CONTEXT_BYTES + max(step_bytes + block_bytes, int(step_bytes / (1 - GPU_KV_SHARE)))
         raise ValueError(f"{memory_bytes / GIB:.1f} GiB are too little: it takes {needed / GIB:.1f} GiB or more to run this model")
     return Sizing(
         memory_bytes=memory_bytes,

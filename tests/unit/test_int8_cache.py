@@ -16,11 +16,11 @@ from tests.paged_attention import Case, Step, attention_by_definition, make_step
 from tests.tiny_engine import EOS, loaded_model, request, run, tiny_engine
 from worker.engine.attention import torch_backend
 from worker.engine.attention.cpu_backend import CpuAttention
-from worker.engine.config import EngineConfig
+from worker.engine.config import SCALE_BYTES, EngineConfig
 from worker.engine.kv_cache import KVCache, block_bytes
 from worker.engine.model_runner import ModelRunner, choose_backend
 from worker.engine.native.library import GROUP, kernels
-from worker.engine.quantization import SCALE_BYTES, with_scale, without_scale
+from worker.engine.quantization import with_scale, without_scale
 
 native = pytest.mark.skipif(kernels() is None, reason="no C compiler")
 

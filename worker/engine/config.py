@@ -12,6 +12,9 @@ Attention = Literal["auto", "torch", "flashinfer"]
 Quantization = Literal["none", "int8"]
 KVDtype = Literal["auto", "int8"]
 
+GPU_KV_SHARE = 0.9  # the KV cache's by default, of the memory that a GPU's weights leave
+SCALE_BYTES = 4  # beside a row of numbers in int8; in the KV cache a row is a token's key or value in one head
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

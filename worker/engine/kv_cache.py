@@ -12,14 +12,12 @@ from torch import Tensor
 
 from producer.errors import ModelUnavailable
 from worker.engine.attention.layers import AttentionLayer
-from worker.engine.config import EngineConfig
+from worker.engine.config import GPU_KV_SHARE, SCALE_BYTES, EngineConfig
 from worker.engine.native import memory
-from worker.engine.quantization import SCALE_BYTES
 from worker.engine.request import StepPlan
 
 _CPU_DEFAULT_BYTES = 1 << 30
 _CPU_SHARE = 0.25  # of the memory that is free
-_GPU_SHARE = 0.9
 
 
 class KVCache:
@@ -90,7 +88,7 @@ def choose_num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: in
         return config.num_blocks
     budget = config.kv_memory_bytes
     if budget is None:
-        budget = int(free_bytes * _GPU_SHARE) if device.type == "cuda" else min(_CPU_DEFAULT_BYTES, int(free_bytes * _CPU_SHARE))
+        budget = int(free_bytes * GPU_KV_SHARE) if device.type == "cuda" else min(_CPU_DEFAULT_BYTES, int(free_bytes * _CPU_SHARE))
     most = config.max_batch_size * -(-max_model_len // config.block_size)
     num_blocks = min(budget // bytes_per_block, most)
     if num_blocks < 1:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from producer.errors import ModelUnavailable
+from worker.engine.config import SCALE_BYTES
 
 LARGEST_CODE = 127
-SCALE_BYTES = 4
 MOST_DEQUANTIZED = 1 << 24  # elements: 64 MiB in float32, beside what they are rounded to
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a row of zeros is divided by something
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")  # a few numbers that choose experts: left as they are
