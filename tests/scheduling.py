@@ -232,8 +232,8 @@ class Simulation:
         assert not refs.keys() & {*pool._free, *pool._cached}
         assert pool.num_pinned == len(pins)
         running = [r for r in self.live if r.status is RequestStatus.RUNNING]
-        for pinned in (False, True):
-            assert blocks._outstanding[pinned] == sum(r.max_blocks - len(r.block_ids) for r in running if r.pinned is pinned)
+        for pinned, outstanding in ((True, blocks._outstanding_pinned), (False, blocks._outstanding_unpinned)):
+            assert outstanding == sum(r.max_blocks - len(r.block_ids) for r in running if r.pinned is pinned)
         assert blocks.num_committed <= pool.num_blocks, "more promised than there is"
         assert self.scheduler.num_running == len(running)
         assert self.scheduler.num_waiting == len(self.live) - len(running)

@@ -190,7 +190,7 @@ class Admission:
             blocks = self._num_blocks - self._blocks.num_committed
         else:
             slots = min(self._batch_slots() - self._running.count["batch"], self._max_batch_size - len(self._running))
-            blocks = int(self._overcommit * (self._num_blocks - self._blocks.num_committed)) - self._blocks.num_promised
+            blocks = int(self._overcommit * (self._num_blocks - self._blocks.num_committed)) - self._blocks.num_unpinned_demand
             allowance = 0 if len(self._queues.realtime) else allowance
         by_blocks = int((blocks - self._queues.num_blocks(tier)) / self._mean_blocks)
         at_least = 1 if not waiting and slots > 0 else 0  # so that the next one's need is known
@@ -242,7 +242,7 @@ class Admission:
             capacity = min(capacity, self._shares.batch_blocks)
         overcommit = 1.0 if request.num_preemptions else self._overcommit
         rest = request.max_blocks - len(prefix.block_ids)
-        if blocks.num_promised + prefix.num_idle + rest + watermark > overcommit * capacity:
+        if blocks.num_unpinned_demand + prefix.num_idle + rest + watermark > overcommit * capacity:
             return False
         needed_now = blocks.blocks_for(request.num_tokens) - len(prefix.block_ids)
         return blocks.num_spare - prefix.num_idle - watermark >= needed_now

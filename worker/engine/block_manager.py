@@ -1,4 +1,4 @@
-"""Who holds which blocks, and who was promised how many. Pure bookkeeping: neither torch nor redis.
+"""Who holds which blocks, and who may come to need how many. Pure bookkeeping: neither torch nor redis.
 
 A *pinned* request was promised every block it can ever need, and admission keeps ``committed <= num_blocks``; any
 other may find that there is none left, and is preempted then. Blocks are taken as tokens are scheduled, so a
@@ -32,7 +32,7 @@ class Prefix(NamedTuple):
 
 
 class BlockManager:
-    """Owns the block tables (`Request.block_ids`, `Request.cpu_block_ids`) and the promises made on blocks.
+    """Owns the block tables (`Request.block_ids`, `Request.cpu_block_ids`), and counts what is still to be taken.
 
     Args:
         num_blocks: blocks of the KV cache.
@@ -47,7 +47,8 @@ class BlockManager:
         self.num_prefix_queries = 0  # tokens
         self.num_prefix_hits = 0
         self._index = index
-        self._outstanding = [0, 0]  # blocks promised, not yet taken: by requests not pinned, and pinned
+        self._outstanding_pinned = 0  # blocks promised to pinned requests, not yet taken
+        self._outstanding_unpinned = 0  # blocks that other running requests may come to need
         self._forked: dict[Request, None] = {}  # waiting requests that hold blocks
 
     @property
@@ -57,17 +58,17 @@ class BlockManager:
     @property
     def num_committed(self) -> int:
         """Blocks that pinned requests hold or were promised."""
-        return self.pool.num_pinned + self._outstanding[True]
+        return self.pool.num_pinned + self._outstanding_pinned
 
     @property
-    def num_promised(self) -> int:
+    def num_unpinned_demand(self) -> int:
         """Blocks that requests which are not pinned hold, shared with none that is, or may come to need."""
-        return self.pool.num_used - self.pool.num_pinned + self._outstanding[False]
+        return self.pool.num_used - self.pool.num_pinned + self._outstanding_unpinned
 
     @property
     def num_spare(self) -> int:
         """Available blocks that no pinned request is going to take; may be negative."""
-        return self.pool.num_available - self._outstanding[True]
+        return self.pool.num_available - self._outstanding_pinned
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
@@ -105,7 +106,7 @@ class BlockManager:
         return request.block_keys[request.num_computed_tokens // self.block_size : end // self.block_size]
 
     def admit(self, request: Request, prefix: Prefix, *, pinned: bool) -> list[tuple[int, int]]:
-        """Give a request its prefix and promise it the rest. Returns the pairs to swap in: (CPU block, block).
+        """Give a request its prefix; the rest it takes as it grows. Returns the pairs to swap in: (CPU block, block).
 
         A swapped request takes the blocks of its computed tokens at once; they must be available.
         """
@@ -119,7 +120,7 @@ class BlockManager:
         request.pinned = pinned
         request.prefix_node = prefix.node
         request.num_indexed_blocks = 0 if prefix.node == ROOT else len(prefix.block_ids)
-        self._outstanding[pinned] += request.max_blocks - len(request.block_ids)
+        self._add_outstanding(request, request.max_blocks - len(request.block_ids))
         if request.status is RequestStatus.SWAPPED:
             return self._swap_in(request)
         request.num_computed_tokens = len(request.block_ids) * self.block_size
@@ -135,13 +136,13 @@ class BlockManager:
         block_ids = self.pool.allocate(count, pinned=request.pinned)
         assert block_ids is not None, "the caller makes room first"
         request.block_ids.extend(block_ids)
-        self._outstanding[request.pinned] -= count
-        assert len(request.block_ids) <= request.max_blocks, f"{request.id} outgrows what it was promised"
+        self._add_outstanding(request, -count)
+        assert len(request.block_ids) <= request.max_blocks, f"{request.id} outgrows its max_blocks"
 
     def release(self, request: Request) -> None:
-        """Take back everything that a request holds or was promised, in whatever status it is."""
+        """Take back everything that a request holds or could still take, in whatever status it is."""
         if request.status is RequestStatus.RUNNING:
-            self._outstanding[request.pinned] -= request.max_blocks - len(request.block_ids)
+            self._add_outstanding(request, len(request.block_ids) - request.max_blocks)
         self._forked.pop(request, None)
         self.pool.release(request.block_ids, pinned=request.pinned)
         self.cpu_pool.release(request.cpu_block_ids)
@@ -192,12 +193,18 @@ class BlockManager:
         return True
 
     def assert_idle(self) -> None:
-        """Nobody holds a block, and nobody was promised one."""
+        """Nobody holds a block, and nobody is to take one."""
         pool = self.pool
         assert pool.num_free + pool.num_cached == pool.num_blocks, "a block was lost"
         assert pool.num_pinned == 0
-        assert self._outstanding == [0, 0]
+        assert self._outstanding_pinned == self._outstanding_unpinned == 0
         assert self.cpu_pool.num_free == self.cpu_pool.num_blocks, "a CPU block was lost"
+
+    def _add_outstanding(self, request: Request, count: int) -> None:
+        if request.pinned:
+            self._outstanding_pinned += count
+        else:
+            self._outstanding_unpinned += count
 
     def _num_shareable(self, request: Request) -> int:
         swapped = request.status is RequestStatus.SWAPPED
