@@ -88,19 +88,18 @@ class FakeDetokenizer:
 class FakeInputs:
     """The seed of a request is the place of its output among those that share its prompt."""
 
-    def prepare_all(self, wanted: GenerateRequest) -> list[Request]:
-        prompt = list((wanted.prompt or "").encode()) or list(wanted.prompt_token_ids or ())
+    def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
+        prompt = list((wire_request.prompt or "").encode()) or list(wire_request.prompt_token_ids or ())
         if not prompt:
             raise InvalidRequest("messages must be absent, this model has no chat template", field="messages")
-        if wanted.kind == "score":
-            texts = [prompt + list(text.encode()) for text in wanted.continuations or ()]
+        if wire_request.kind == "score":
+            texts = [prompt + list(text.encode()) for text in wire_request.continuations or ()]
         else:
-            texts = [prompt] * wanted.params.n
-        ids = [wanted.id] if len(texts) == 1 else [f"{wanted.id}#{i}" for i in range(len(texts))]
-        max_tokens = 0 if wanted.kind != "generate" else wanted.params.max_tokens or 256
-        requests = [
-            Request(ids[i], text, wanted.params, max_tokens, seed=i, tier=wanted.tier, kind=wanted.kind) for i, text in enumerate(texts)
-        ]
+            texts = [prompt] * wire_request.params.n
+        ids = [wire_request.id] if len(texts) == 1 else [f"{wire_request.id}#{i}" for i in range(len(texts))]
+        max_tokens = 0 if wire_request.kind != "generate" else wire_request.params.max_tokens or 256
+        params, tier, kind = wire_request.params, wire_request.tier, wire_request.kind
+        requests = [Request(ids[i], text, params, max_tokens, seed=i, tier=tier, kind=kind) for i, text in enumerate(texts)]
         for request in requests:
             request.score_start = len(prompt)
         return requests

@@ -24,7 +24,7 @@ def make_request(
     *,
     tier: Tier = "realtime",
     source: str = "",
-    deadline: float | None = None,
+    deadline_at_s: float | None = None,
     arrival: int = 0,
     output: Sequence[int] = (),
 ) -> Request:
@@ -38,7 +38,7 @@ def make_request(
         max_tokens=max_tokens,
         tier=tier,
         source=source,
-        deadline=deadline,
+        deadline_at_s=deadline_at_s,
         arrival=arrival or name,
         output_token_ids=list(output),
     )

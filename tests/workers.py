@@ -19,7 +19,7 @@ import redis
 from producer.keys import GROUP, TIERS, Keys
 from tests.fakes import FakeEngine
 from worker.config import WorkerConfig
-from worker.output import OnEnd
+from worker.publisher import OnEnd
 from worker.reload import CheckModel, LoadModel
 from worker.worker import Worker
 

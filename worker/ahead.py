@@ -36,8 +36,8 @@ class Ticket:
     @classmethod
     def of(cls, active: ActiveRequest) -> Ticket:
         ms, _, sequence = active.delivery.entry.id.partition("-")
-        deadline_s = math.inf if active.deadline_s is None else active.deadline_s
-        return cls(active, (deadline_s, int(ms), int(sequence)), sum(map(len, active.delivery.fields.values())))
+        deadline_at_s = math.inf if active.deadline_at_s is None else active.deadline_at_s
+        return cls(active, (deadline_at_s, int(ms), int(sequence)), sum(map(len, active.delivery.fields.values())))
 
     @property
     def source(self) -> str:
@@ -88,7 +88,7 @@ class Line:
         self.num_bytes -= ticket.num_bytes
 
 
-class Ahead:
+class WaitingAhead:
     """Who of those that wait is next; used by the fetching thread, but for `count`.
 
     The least served source's first request is next, as in the engine, where the order of the few that wait there is all that

@@ -8,19 +8,17 @@ from worker.config import WorkerConfig
 from worker.engine_loop import EngineLoop
 from worker.guard import Guard
 from worker.metrics import WorkerMetrics
-from worker.output import Publisher
 from worker.registry import Registry
 from worker.stream.trouble import Outage
 
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """One worker's settings, threads, requests, engine and publisher; each may be used from any thread."""
+    """One worker's settings, threads, requests and engine; each may be used from any thread."""
 
     config: WorkerConfig
     guard: Guard
     registry: Registry
     loop: EngineLoop
-    publisher: Publisher
     outage: Outage
     metrics: WorkerMetrics

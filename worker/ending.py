@@ -119,12 +119,12 @@ def _texts(active: ActiveRequest) -> dict[str, object]:
 def _prompt(active: ActiveRequest) -> str:
     """What is not one text is JSON: messages, token ids, and a prompt with the continuations that are to be scored."""
     try:
-        wanted = decode_request(active.delivery.fields, active.delivery.tier)
+        wire_request = decode_request(active.delivery.fields, active.delivery.tier)
     except InvalidRequest:
         return ""
-    prompt: object = wanted.prompt if wanted.prompt is not None else wanted.messages or wanted.prompt_token_ids
-    if wanted.continuations is not None:
-        prompt = {"prompt": prompt, "continuations": wanted.continuations}
+    prompt: object = wire_request.prompt if wire_request.prompt is not None else wire_request.messages or wire_request.prompt_token_ids
+    if wire_request.continuations is not None:
+        prompt = {"prompt": prompt, "continuations": wire_request.continuations}
     return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from producer.keys import Tier
 from producer.wire import GenerateRequest
-from worker.engine.request import Request, StepOutput
+from worker.engine.request import Request, StepOutput, StepSample
 from worker.engine.scheduler import SchedulerStats
 
 
@@ -22,19 +22,6 @@ class TextDelta(Protocol):
     def num_tokens_kept(self) -> int: ...
 
 
-class StepSample(Protocol):
-    """One step in figures: see `worker.engine.engine`."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def idle_seconds(self) -> float: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-
-
 class Detokenizer(Protocol):
     """One request's incremental text; used by one thread at a time."""
 
@@ -44,7 +31,7 @@ class Detokenizer(Protocol):
 class InputProcessor(Protocol):
     """Turns wire requests into engine requests; called from the fetching thread."""
 
-    def prepare_all(self, wanted: GenerateRequest) -> list[Request]:
+    def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
         """Tokenise and check. Several, where the reply is to hold several outputs or scores, have ids of their own.
 
         Raises a `producer.errors.HeadraceError` that names the field.

@@ -13,9 +13,9 @@ import structlog
 
 from producer.errors import HeadraceError
 from producer.keys import TIERS, Tier
-from worker.engine.request import Request, StepOutput
+from worker.engine.request import Request, StepOutput, StepSample
 from worker.engine.scheduler import SchedulerStats
-from worker.engine_api import EngineLike, StepSample
+from worker.engine_api import EngineLike
 from worker.guard import Guard
 from worker.health import Progress
 
@@ -144,10 +144,10 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._engine = self._loaded()
-            self._look(self._engine)
+            self._publish_stats(self._engine)
             self._ready.set()
             while self._turn(self._engine):
-                self._change()
+                self._swap_engine()
         except BaseException as error:
             self.progress.fail(f"{type(error).__name__}: {error}")
             raise
@@ -173,12 +173,12 @@ class EngineLoop:
             self.num_tokens += sum(len(output.token_ids) for output in outputs)
             if outputs:
                 self._emit(outputs)
-        self._look(engine)
+        self._publish_stats(engine)
         if engine.last_step is not None and engine.last_step is not before:
             self._on_step(engine.last_step, self.stats)
         return True
 
-    def _change(self) -> None:
+    def _swap_engine(self) -> None:
         """Put another engine in the place of ours, where that was asked for; where it cannot be made ours stays.
 
         Ours lends the memory of its KV cache for that time. The one that serves from then on makes its cache when the other is gone.
@@ -194,7 +194,7 @@ class EngineLoop:
             swap.failure = reason_of(error)
         gc.collect()  # a model holds itself in cycles, and its memory is wanted
         self.engine.restore_cache()
-        self._look(self.engine)
+        self._publish_stats(self.engine)
         swap.done.set()
 
     def _take(self, *, wait: bool) -> list[Sequence[Request] | str]:
@@ -213,7 +213,7 @@ class EngineLoop:
         except HeadraceError as error:
             self._emit(Refusal(requests, error))
 
-    def _look(self, engine: EngineLike) -> None:
+    def _publish_stats(self, engine: EngineLike) -> None:
         stats = engine.stats()
         held = stats.running_realtime + stats.running_batch + stats.waiting_realtime + stats.waiting_batch
         self.progress.turn(held)

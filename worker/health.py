@@ -83,23 +83,23 @@ class Progress:
 
 
 class Wedge:
-    """How long the engine has been seen wedged, from the first look that found it so. What lies between two looks counts for at most
+    """How long the engine has been seen wedged, from the first observation on. What lies between two counts for at most
     ``longest_gap_s``: a process that was stopped for an hour has not been wedged for one.
     """
 
     def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._longest_gap_s = longest_gap_s
         self._clock = clock
-        self._looked_s = clock()
+        self._observed_s = clock()
         self._seconds = 0.0
         self._was_wedged = False
 
-    def look(self, wedged: bool) -> float:
+    def observe(self, wedged: bool) -> float:
         """Note what is so now; returns the seconds."""
         now_s = self._clock()
-        gap_s = min(now_s - self._looked_s, self._longest_gap_s) if self._was_wedged else 0.0
+        gap_s = min(now_s - self._observed_s, self._longest_gap_s) if self._was_wedged else 0.0
         self._seconds = self._seconds + gap_s if wedged else 0.0
-        self._looked_s, self._was_wedged = now_s, wedged
+        self._observed_s, self._was_wedged = now_s, wedged
         return self._seconds
 
 

@@ -17,11 +17,12 @@ from producer.errors import Cancelled, DeadlineExceeded, HeadraceError, Internal
 from producer.keys import TIERS, Tier
 from producer.validate import fail
 from producer.wire import Chunk, GenerateRequest
-from worker.ahead import Ahead
+from worker.ahead import WaitingAhead
 from worker.core import Core
 from worker.engine.request import Request
 from worker.guard import described
 from worker.outputs import Outputs
+from worker.publisher import Publisher
 from worker.registry import ActiveRequest, Start
 from worker.routing import tier_of
 from worker.stream.consumer import MAX_PAGE, Consumer, Entry
@@ -30,7 +31,7 @@ from worker.stream.ledger import Begun, Ledger
 from worker.stream.trouble import TROUBLE, Trouble
 
 BLOCK_MS = 250  # one slice of a blocking read: how late a claim or a stop may be noticed
-LOOK_S = 0.01  # between looks at the streams while somebody waits for room; a blocking read is up to 100 ms late to end
+POLL_S = 0.01  # between reads of the streams while somebody waits for room; a blocking read is up to 100 ms late to end
 WAIT_S = 0.1
 
 Ask = Callable[[Sequence[Delivery]], list[Begun]]
@@ -42,18 +43,18 @@ class Intake:
     """Fetches requests, realtime ones first: what the engine has room for, and `WorkerConfig.fetch_ahead` more.
 
     What is delivered beyond the engine's room is held: leased, but begun and tokenised only when it is given to the engine, in
-    the order that `Ahead` knows. Suspects, which two workers did not survive, are run alone: while any is held nothing else is
+    the order that `WaitingAhead` knows. Suspects, which two workers did not survive, are run alone: while any is held nothing else is
     fetched, and one at a time is given to the engine once that is empty.
 
     A request's delivery count rises only when it is given to the engine, so a crash counts against what was running, never against
     what waited. After two crashes each request that was running is run alone, and only the culprit reaches ``max_attempts``.
     """
 
-    def __init__(self, core: Core, consumer: Consumer, ledger: Ledger) -> None:
+    def __init__(self, core: Core, publisher: Publisher, consumer: Consumer, ledger: Ledger) -> None:
         self._config = core.config
         self._registry = core.registry
         self._loop = core.loop
-        self._publisher = core.publisher
+        self._publisher = publisher
         self._metrics = core.metrics
         self._trouble = Trouble(core.outage)
         self._consumer = consumer
@@ -69,9 +70,9 @@ class Intake:
         self._claiming: set[Tier] = set()  # tiers whose pending list has not been gone through
         self._asked: deque[str] = deque()  # workers that could run something
         self._found_nothing = False
-        self._look_at_s = 0.0
+        self._poll_at_s = 0.0
         self._unbegun: list[ActiveRequest] = []
-        self._ahead = Ahead(core.config.fetch_ahead)
+        self._ahead = WaitingAhead(core.config.fetch_ahead)
         self._due: list[ActiveRequest] = []  # their turn has come
         self._suspects: list[ActiveRequest] = []
         self._alone: ActiveRequest | None = None
@@ -165,14 +166,14 @@ class Intake:
         room = self._give(self._room())
         wanted = {tier: self._ahead.wanted(tier, room[tier]) for tier in TIERS}
         patient = all(room.values()) and not len(self._ahead)
-        if not any(wanted.values()) or (not patient and time.monotonic() < self._look_at_s):
-            self._loop.await_turn(turn, LOOK_S)
+        if not any(wanted.values()) or (not patient and time.monotonic() < self._poll_at_s):
+            self._loop.await_turn(turn, POLL_S)
             return False
         entries = self._fetch(wanted, patient=patient)
         self._unbegun += [self._registry.enter(Delivery(entry)) for entry in entries]
         self._begin_delivered()
         self._trouble.over()
-        self._look_at_s = 0.0 if entries else time.monotonic() + LOOK_S
+        self._poll_at_s = 0.0 if entries else time.monotonic() + POLL_S
         return not (entries or self._claiming or len(self._ahead))
 
     # Fetching
@@ -196,7 +197,7 @@ class Intake:
         if not any(left.values()):
             return claimed
         patient = patient and not any(wanted[tier] for tier in self._claiming)
-        return claimed + (self._consumer.read(left, BLOCK_MS) if patient else self._consumer.look(left))
+        return claimed + (self._consumer.read(left, BLOCK_MS) if patient else self._consumer.read_now(left))
 
     def _own_pending(self) -> Sequence[Entry]:
         if self._first:
@@ -260,7 +261,7 @@ class Intake:
     def _obey(self, active: ActiveRequest, begun: Begun, chunks: list[Chunk], now_s: float) -> None:
         active.start = Start.of(begun, now_s)
         if active.delivery.deadline_ms is not None:
-            active.deadline_s = active.start.monotonic_s(active.delivery.deadline_ms)
+            active.deadline_at_s = active.start.monotonic_s(active.delivery.deadline_ms)
         active.streamed = active.streamed or begun.streamed
         match begun.verdict:
             case "settled" | "duplicate" | "lost":
@@ -299,15 +300,15 @@ class Intake:
             self._publisher.end(active, InternalError("the request could not be prepared"))
 
     def _hand_over(self, active: ActiveRequest, chunks: list[Chunk]) -> None:
-        wanted = decode_request(active.delivery.fields, active.delivery.tier)
+        wire_request = decode_request(active.delivery.fields, active.delivery.tier)
         engine = self._loop.engine
-        if wanted.params.n > engine.config.max_batch_size:
+        if wire_request.params.n > engine.config.max_batch_size:
             raise fail("n", f"at most {engine.config.max_batch_size}, this worker's batch")
-        requests = engine.inputs.prepare_all(replace(wanted, tier=tier_of(wanted, self._config.routes)))
+        requests = engine.inputs.prepare_all(replace(wire_request, tier=tier_of(wire_request, self._config.routes)))
         engine.inputs.check_resumable([token for chunk in chunks for token in chunk.token_ids])
         outputs = Outputs(active.id, requests, engine.make_detokenizer)
         outputs.resume(chunks)
-        self._label(active, wanted, requests)
+        self._label(active, wire_request, requests)
         with self._registry.lock:  # an order to end it comes before or after both
             if self._registry.activate(active, outputs):
                 self._loop.add(requests)
@@ -316,12 +317,12 @@ class Intake:
             self._metrics.resumed(outputs.num_resumed)
             log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=outputs.num_resumed)
 
-    def _label(self, active: ActiveRequest, wanted: GenerateRequest, requests: Sequence[Request]) -> None:
-        active.source = wanted.source
-        active.streamed = active.streamed or wanted.stream
+    def _label(self, active: ActiveRequest, wire_request: GenerateRequest, requests: Sequence[Request]) -> None:
+        active.source = wire_request.source
+        active.streamed = active.streamed or wire_request.stream
         for request in requests:
-            request.deadline = active.deadline_s
-            request.source = wanted.source
+            request.deadline_at_s = active.deadline_at_s
+            request.source = wire_request.source
 
     # Waiting
 
@@ -356,11 +357,11 @@ class Intake:
 
     def _run_suspects(self) -> bool:
         """See to the suspects; False where there are none, and anything may be fetched."""
-        if self._alone is not None and self._held(self._alone):
+        if self._alone is not None and self._is_ours(self._alone):
             self._registry.await_change(WAIT_S)
             return True
         self._alone = None
-        self._suspects = [active for active in self._suspects if self._held(active) and active.end is None]
+        self._suspects = [active for active in self._suspects if self._is_ours(active) and active.end is None]
         if not self._suspects:
             return False
         if self._registry.running:
@@ -370,5 +371,5 @@ class Intake:
         self._alone = self._suspects.pop(0)
         return True
 
-    def _held(self, active: ActiveRequest) -> bool:
+    def _is_ours(self, active: ActiveRequest) -> bool:
         return self._registry.knows(active.delivery.tier, active.delivery.entry.id)

@@ -17,6 +17,7 @@ from producer.keys import TIERS
 from worker.core import Core
 from worker.health import Wedge
 from worker.intake import Intake
+from worker.publisher import Publisher
 from worker.reload import Reload, Reloader
 from worker.stream.control import Control, Order
 from worker.stream.heartbeat import Heartbeat
@@ -47,6 +48,7 @@ class Keeper:
         ledger: Ledger,
         *,
         state: Callable[[], str],
+        publisher: Publisher,
         intake: Intake,
         reloader: Reloader,
     ) -> None:
@@ -54,7 +56,7 @@ class Keeper:
         self._guard = core.guard
         self._registry = core.registry
         self._loop = core.loop
-        self._publisher = core.publisher
+        self._publisher = publisher
         self._metrics = core.metrics
         self._trouble = Trouble(core.outage)
         self._control = control
@@ -123,7 +125,7 @@ class Keeper:
 
     def _slice_s(self) -> float:
         now_s = time.monotonic()
-        due_s = min(self._renew_at_s, self._beat_at_s, self._reap_at_s, self._registry.next_deadline_s())
+        due_s = min(self._renew_at_s, self._beat_at_s, self._reap_at_s, self._registry.next_deadline_at_s())
         return min(SLICE_S, max(0.001, due_s - now_s))
 
     def _obey(self, order: Order) -> None:
@@ -132,7 +134,7 @@ class Keeper:
             self._publisher.end(active, Cancelled("cancelled while it ran"))
         elif order.op == "stream" and active is not None:
             active.streamed = True
-            self._publisher.look()
+            self._publisher.wake()
         elif order.op == "claim" and order.worker != self._config.name and order.recipient in ("", self._config.name):
             self._intake.claim_now()
         elif order.op == "share" and order.worker == self._config.name:
@@ -146,7 +148,7 @@ class Keeper:
 
     def _end_wedged(self) -> None:
         """Only a new process frees a thread that hangs, and not everywhere does a probe see to that."""
-        wedged_s = self._wedge.look(self._loop.stalled)
+        wedged_s = self._wedge.observe(self._loop.stalled)
         if wedged_s > (WEDGED_LEASES - 1) * self._config.lease_s and self._guard.failure is None:
             log.critical("engine wedged", stalled_s=round(self._loop.progress.stalled_s, 1), traceback=self._loop.where())
             self._guard.fail(InternalError("the engine is wedged"))

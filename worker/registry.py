@@ -41,7 +41,11 @@ class Start:
 
     def redis_ms(self, at_s: float) -> int:
         """The Redis time of a monotonic instant."""
-        return round(self.begun_ms + (at_s - self.begun_s) * 1000)
+        return round(self.redis_ns(at_s) / 1_000_000)
+
+    def redis_ns(self, at_s: float) -> int:
+        """The same in nanoseconds."""
+        return self.begun_ms * 1_000_000 + round((at_s - self.begun_s) * 1_000_000_000)
 
     def monotonic_s(self, redis_ms: int) -> float:
         """The monotonic instant of a Redis time."""
@@ -60,7 +64,7 @@ class ActiveRequest:
         streamed: somebody reads along, so every step is published.
         end: why it is to end before its time.
         outcome: how it ended, to be written.
-        deadline_s: monotonic.
+        deadline_at_s: monotonic.
         first_token_s, last_token_s: monotonic; of this attempt.
         num_refusals: how often the server seemed to refuse its reply for its size.
         gone: the registry has forgotten it.
@@ -73,7 +77,7 @@ class ActiveRequest:
     streamed: bool = False
     end: HeadraceError | None = None
     outcome: Result | HeadraceError | None = None
-    deadline_s: float | None = None
+    deadline_at_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     published_s: float = field(default_factory=time.monotonic)
@@ -231,11 +235,11 @@ class Registry:
 
     def expired(self, now_s: float) -> Iterable[ActiveRequest]:
         """Those whose deadline has passed and that nothing has ended yet."""
-        return [active for active in self.all() if _open_deadline_s(active) <= now_s]
+        return [active for active in self.all() if _open_deadline_at_s(active) <= now_s]
 
-    def next_deadline_s(self) -> float:
+    def next_deadline_at_s(self) -> float:
         """Monotonic, of those that nothing has ended yet; infinite where there is none."""
-        return min(map(_open_deadline_s, self.all()), default=math.inf)
+        return min(map(_open_deadline_at_s, self.all()), default=math.inf)
 
     def await_change(self, timeout_s: float) -> None:
         """Wait until one is dropped."""
@@ -243,8 +247,8 @@ class Registry:
             self._changed.wait(timeout_s)
 
 
-def _open_deadline_s(active: ActiveRequest) -> float:
+def _open_deadline_at_s(active: ActiveRequest) -> float:
     """Monotonic; infinite where there is none, or it would end nothing any more."""
-    if active.deadline_s is None or active.end is not None or active.outcome is not None:
+    if active.deadline_at_s is None or active.end is not None or active.outcome is not None:
         return math.inf
-    return active.deadline_s
+    return active.deadline_at_s

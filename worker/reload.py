@@ -13,6 +13,7 @@ from worker.core import Core
 from worker.engine_api import EngineLike
 from worker.engine_loop import reason_of
 from worker.intake import Intake
+from worker.publisher import Publisher
 
 LoadModel = Callable[[str], EngineLike]
 CheckModel = Callable[[str], None]
@@ -45,6 +46,7 @@ class Reloader:
     def __init__(
         self,
         core: Core,
+        publisher: Publisher,
         intake: Intake,
         *,
         check: CheckModel,
@@ -54,6 +56,7 @@ class Reloader:
     ) -> None:
         self.active = False
         self._core = core
+        self._publisher = publisher
         self._intake = intake
         self._check = check
         self._load = load
@@ -112,7 +115,7 @@ class Reloader:
         deadline_s = time.monotonic() + self._core.config.drain_s
         self._await(lambda: not self._core.registry.running or time.monotonic() >= deadline_s)
         if self._core.registry.running:
-            self._await(self._core.publisher.release().is_set)
+            self._await(self._publisher.release().is_set)
 
     def _swap(self, model: str) -> None:
         loop = self._core.loop

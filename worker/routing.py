@@ -32,10 +32,10 @@ class Route:
             raise ValueError(f"a route is TIER:LABEL=PATTERN[,LABEL=PATTERN...] with labels of {', '.join(LABELS)}")
         return cls(check_tier(tier), patterns)
 
-    def matches(self, wanted: GenerateRequest) -> bool:
-        return all(fnmatchcase(getattr(wanted, label), pattern) for label, pattern in self.patterns)
+    def matches(self, wire_request: GenerateRequest) -> bool:
+        return all(fnmatchcase(getattr(wire_request, label), pattern) for label, pattern in self.patterns)
 
 
-def tier_of(wanted: GenerateRequest, routes: Sequence[Route]) -> Tier:
+def tier_of(wire_request: GenerateRequest, routes: Sequence[Route]) -> Tier:
     """The tier of the first route that matches, else the stream's."""
-    return next((route.tier for route in routes if route.matches(wanted)), wanted.tier)
+    return next((route.tier for route in routes if route.matches(wire_request)), wire_request.tier)

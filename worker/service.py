@@ -15,7 +15,7 @@ from functools import partial
 from io import RawIOBase
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
@@ -23,8 +23,9 @@ from producer.connection import connect
 from worker.config import WorkerConfig
 from worker.device_memory import device_bytes
 from worker.engine.config import EngineConfig
+from worker.engine.request import StepSample
 from worker.engine.scheduler import SchedulerStats
-from worker.engine_api import EngineLike, StepSample
+from worker.engine_api import EngineLike
 from worker.health import Finding, HealthServer
 from worker.metrics import WorkerMetrics
 from worker.reload import Reload
@@ -77,16 +78,12 @@ def serve(
             on_end=tracer.record if tracer is not None else None,
             check_model=partial(_check_model, engine_config),
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _stopper(worker))
-        signal.signal(signal.SIGHUP, lambda _number, _frame: worker.request_reload(Reload()))
+        _install_signals(worker)
         if metrics_port is not None:
             stack.enter_context(health_pages(worker, metrics, port=metrics_port))
         exit_code = worker.run()
-    if worker.loop.alive:  # inside the model's code, where Python's orderly end would take the process down with a signal
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(exit_code)
+    if worker.loop.alive:
+        _exit_at_once(exit_code)
     return exit_code
 
 
@@ -169,11 +166,18 @@ def configure_logging(level: str, form: str) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
-def _stopper(worker: Worker) -> Any:
+def _install_signals(worker: Worker) -> None:
+    """SIGTERM and SIGINT stop a worker, SIGHUP has it load its model anew."""
+
     def stop(_number: int, _frame: FrameType | None) -> None:
         worker.request_stop()
 
-    return stop
+    def reload(_number: int, _frame: FrameType | None) -> None:
+        worker.request_reload(Reload())
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGHUP, reload)
 
 
 @contextmanager
@@ -213,6 +217,13 @@ def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> It
     finally:
         server.close()
         client.close()
+
+
+def _exit_at_once(exit_code: int) -> NoReturn:
+    """For a thread that is still inside the model's code, where Python's orderly end would take the process down with a signal."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _fields_of(config: type, options: dict[str, Any]) -> dict[str, Any]:

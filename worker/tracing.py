@@ -84,7 +84,7 @@ class RequestTracer:
             self._tracer.start_span(name, within, start_time=from_ns).end(to_ns)
         if isinstance(active.outcome, HeadraceError):
             span.set_status(trace.StatusCode.ERROR, active.outcome.code)
-        span.end(_unix_ns(start, now_s))
+        span.end(start.redis_ns(now_s))
 
     def _attributes(self, active: ActiveRequest, now_s: float) -> dict[str, Any]:
         said = {
@@ -114,24 +114,19 @@ def _carried_context(entry: Mapping[bytes, bytes]) -> Any:
     return TraceContextTextMapPropagator().extract(usable, Context())
 
 
-def _unix_ns(start: Start, at_s: float) -> int:
-    """The Redis time of a monotonic instant."""
-    return int((start.begun_ms + (at_s - start.begun_s) * 1000) * 1_000_000)
-
-
 def _queue_end_ns(active: ActiveRequest, start: Start) -> int:
     """Where it never had a step, when it was begun: that is when its end was decided."""
     if active.resumed and active.delivery.started_ms is not None:
         return active.delivery.started_ms * 1_000_000
-    return _unix_ns(start, start.begun_s if active.first_step_s is None else active.first_step_s)
+    return start.redis_ns(start.begun_s if active.first_step_s is None else active.first_step_s)
 
 
 def _parts(active: ActiveRequest, start: Start) -> dict[str, tuple[int, int]]:
     parts = {"queue": (start.enqueued_ms * 1_000_000, _queue_end_ns(active, start))}
     if active.first_step_s is not None and active.first_token_s is not None and active.last_token_s is not None:
-        first_ns = _unix_ns(start, active.first_token_s)
-        parts["prefill"] = (_unix_ns(start, active.first_step_s), first_ns)
-        parts["decode"] = (first_ns, _unix_ns(start, active.last_token_s))
+        first_ns = start.redis_ns(active.first_token_s)
+        parts["prefill"] = (start.redis_ns(active.first_step_s), first_ns)
+        parts["decode"] = (first_ns, start.redis_ns(active.last_token_s))
     return parts
 
 

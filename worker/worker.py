@@ -4,7 +4,7 @@ Four threads, each the owner of what it works on; all but the engine's talk to R
 
     intake      streams -> registry -> engine       (worker/intake.py)
     engine      batch, KV cache, device             (worker/engine_loop.py)
-    publisher   tokens -> text -> frames, replies   (worker/output.py)
+    publisher   tokens -> text -> frames, replies   (worker/publisher.py)
     keeper      orders, leases, deadlines, beat     (worker/keeper.py)
 """
 
@@ -20,14 +20,14 @@ from producer.connection import connect, redact
 from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.core import Core
+from worker.engine.request import StepSample
 from worker.engine.scheduler import SchedulerStats
-from worker.engine_api import StepSample
 from worker.engine_loop import EngineLoop, OnStep
 from worker.guard import Guard, described
 from worker.intake import Intake
 from worker.keeper import Keeper
 from worker.metrics import WorkerMetrics
-from worker.output import OnEnd, Publisher
+from worker.publisher import OnEnd, Publisher
 from worker.registry import Registry
 from worker.reload import CheckModel, LoadModel, Reload, Reloader
 from worker.stream.consumer import Consumer
@@ -83,18 +83,23 @@ class Worker:
         outage = Outage()
         self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
         self._metrics.watch_stall(lambda: self.loop.progress.stalled_s)
-        self._publisher = Publisher(config, self._guard, self._ledger(), self.registry, self.loop, outage, self._metrics, on_end)
-        core = Core(config, self._guard, self.registry, self.loop, self._publisher, outage, self._metrics)
-        self._intake = Intake(core, Consumer(self._client, self._keys, config.name, config.lease_s), self._ledger())
-        self._reloader = Reloader(core, self._intake, check=check_model, load=load_engine, over=self._over, wake=self._wake)
+        self._ledger = self._make_ledger()
+        core = Core(config, self._guard, self.registry, self.loop, outage, self._metrics)
+        self._publisher = Publisher(core, self._ledger, on_end)
+        consumer = Consumer(self._client, self._keys, config.name, config.lease_s)
+        self._intake = Intake(core, self._publisher, consumer, self._ledger)
+        self._reloader = Reloader(
+            core, self._publisher, self._intake, check=check_model, load=load_engine, over=self._over, wake=self._wake
+        )
         self._heartbeat = Heartbeat(self._client, self._keys, config.name, BEATS_MISSED * max(1.0, config.lease_s / 3))
         control = Control(self._client, self._keys)
         self._keeper = Keeper(
             core,
             control,
             self._heartbeat,
-            self._ledger(),
+            self._ledger,
             state=lambda: self.state,
+            publisher=self._publisher,
             intake=self._intake,
             reloader=self._reloader,
         )
@@ -188,14 +193,14 @@ class Worker:
         try:
             self._publisher.hand_back(crashed=self._guard.failure is not None)
             self._heartbeat.stop()
-            self._ledger().reap([self.config.name])
+            self._ledger.reap([self.config.name])
         except TROUBLE as error:
             log.warning("heartbeat left to expire", error=type(error).__name__)
         except Exception as error:  # what made the publisher fail may do so again; leases will lapse
             log.error("requests could not be handed back", **described(error))
         self._client.close()
 
-    def _ledger(self) -> Ledger:
+    def _make_ledger(self) -> Ledger:
         config = self.config
         return Ledger(
             self._client,

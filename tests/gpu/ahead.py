@@ -23,8 +23,8 @@ class AheadLoop(Loop):
             self._collect()
             return
         self.runner.copy_blocks(plan)
-        assert self.runner.ahead is not None
-        pending = self.runner.ahead.launch(plan, self.pending)
+        assert self.runner.run_ahead is not None
+        pending = self.runner.run_ahead.launch(plan, self.pending)
         self._collect()
         self.scheduler.advance(plan)
         pending.mark_unknown()

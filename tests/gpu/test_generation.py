@@ -163,7 +163,7 @@ def test_a_launch_does_not_wait_for_the_device() -> None:
         loop.scheduler.add(Request(f"r{i}", [1, 2, 3], SamplingParams(ignore_eos=True, **params), 40, seed=i))
     for _ in range(3):
         loop.step()
-    ahead = loop.runner.ahead
+    ahead = loop.runner.run_ahead
     assert ahead is not None
     launch = ahead.launch
 

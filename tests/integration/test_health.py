@@ -134,13 +134,13 @@ def test_engine_that_never_takes_up_its_first_work_is_found_wedged(worker: Worke
     assert worker.page("/healthz")[0] == 503
 
 
-def test_wedge_is_measured_by_looks_and_not_by_a_time_in_which_the_process_was_stopped() -> None:
+def test_wedge_is_measured_by_observations_and_not_by_a_time_in_which_the_process_was_stopped() -> None:
     clock = Clock()
     wedge = Wedge(longest_gap_s=1.0, clock=clock)
     seen = []
     for gap_s, wedged in ((0.5, False), (0.5, True), (0.5, True), (3600.0, True), (0.5, False), (0.5, True)):
         clock.now += gap_s
-        seen.append(wedge.look(wedged))
+        seen.append(wedge.observe(wedged))
     assert seen == [0.0, 0.0, 0.5, 1.5, 0.0, 0.0]
 
 

@@ -117,9 +117,9 @@ def read_reply_lost(pair: LedgerPair) -> None:
     pair.read()
 
 
-def look_reply_lost(pair: LedgerPair) -> None:
+def read_now_reply_lost(pair: LedgerPair) -> None:
     pair.put()
-    Consumer(pair.client, pair.keys, "one", 0.0).look({"realtime": 1})
+    Consumer(pair.client, pair.keys, "one", 0.0).read_now({"realtime": 1})
 
 
 def claim_reply_lost(pair: LedgerPair) -> None:
@@ -136,7 +136,7 @@ def process_died(pair: LedgerPair) -> None:
     ("before", "crashed", "attempt"),
     [
         (read_reply_lost, False, 1),
-        (look_reply_lost, False, 1),
+        (read_now_reply_lost, False, 1),
         (handed_back, False, 1),
         (process_died, True, 2),
         (claim_reply_lost, False, 3),
@@ -196,12 +196,12 @@ def test_realtime_is_read_first_and_alone_where_batch_has_no_room(pair: LedgerPa
     assert [entry.tier for entry in consumer.read({"realtime": 5, "batch": 5}, 1)] == ["realtime", "batch"]
 
 
-def test_look_does_not_wait_and_does_not_count(pair: LedgerPair) -> None:
+def test_read_now_does_not_wait_and_does_not_count(pair: LedgerPair) -> None:
     consumer = Consumer(pair.client, pair.keys, "one", 1.0)
-    assert consumer.look({"realtime": 5, "batch": 5}) == []
+    assert consumer.read_now({"realtime": 5, "batch": 5}) == []
     for tier in ("batch", "realtime"):
         pair.put(f"of-{tier}", tier=tier)
-    entries = consumer.look({"realtime": 5, "batch": 5})
+    entries = consumer.read_now({"realtime": 5, "batch": 5})
     assert [(entry.tier, entry.fields[b"id"]) for entry in entries] == [("realtime", b"of-realtime"), ("batch", b"of-batch")]
     assert [pair.count(Delivery(entry)) for entry in entries] == [0, 0]
     again = [Delivery(entry) for entry in consumer.own_pending(lambda *_: False, crashed=False)]  # the reply was lost

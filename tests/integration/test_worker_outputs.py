@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from producer.wire import Choice, Result, TokenLogprob, Usage
 from tests.fakes import FAIL_SECOND, MAX_MODEL_LEN, FakeEngine, expected_text, expected_tokens
 from tests.servers import Server
 from tests.workers import QueueView, eventually, idle, worker_thread
+from worker.stream.delivery import Settlement, TokensFrame
+from worker.stream.ledger import Ledger, Written
 from worker.worker import Worker
 
 BATCH_SIZE = 8
@@ -234,8 +237,8 @@ def test_reply_larger_than_the_server_takes_is_an_error_and_keeps_nothing_else_b
 def test_reply_above_our_own_limit_is_an_error_at_once(
     client: Client, view: QueueView, worker: Worker, options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.output.LEAST_BULK_BYTES", 1000)
-    monkeypatch.setattr("worker.output.MAX_REPLY_BYTES", 2000)
+    monkeypatch.setattr("worker.reply_writer.LEAST_BULK_BYTES", 1000)
+    monkeypatch.setattr("worker.reply_writer.MAX_REPLY_BYTES", 2000)
     with pytest.raises(InvalidRequest, match="asks for more than one reply can hold") as refused:
         client.submit_and_wait("hello", max_tokens=400, timeout=30, **options)
     assert refused.value.field == field
@@ -246,12 +249,32 @@ def test_reply_above_our_own_limit_is_an_error_at_once(
 def test_cancelled_request_whose_partial_output_is_too_large_is_told_without_it(
     client: Client, view: QueueView, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.output.LEAST_BULK_BYTES", 1000)
-    monkeypatch.setattr("worker.output.MAX_REPLY_BYTES", 2000)
+    monkeypatch.setattr("worker.reply_writer.LEAST_BULK_BYTES", 1000)
+    monkeypatch.setattr("worker.reply_writer.MAX_REPLY_BYTES", 2000)
     handle = client.submit("hello", max_tokens=90_000)
     eventually(lambda: worker.loop.num_tokens > 1000, "much is written")
     handle.cancel()
     with pytest.raises(Cancelled) as cancelled:
         handle.result(timeout=30)
     assert (cancelled.value.partial_text, cancelled.value.partial_token_ids) == ("", [])
+    assert_left_no_trace(worker, view)
+
+
+def test_large_replies_that_are_due_together_are_in_memory_one_at_a_time(
+    client: Client, view: QueueView, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, write, most = 1000, Ledger.write, 0
+
+    def watched(ledger: Ledger, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> Written:
+        nonlocal most
+        if settlements:
+            most = max(most, sum(type(item) is Settlement and item.num_bytes > large for item in gc.get_objects()))
+        return write(ledger, frames, settlements)
+
+    monkeypatch.setattr("worker.reply_writer.LEAST_BULK_BYTES", large)
+    monkeypatch.setattr(Ledger, "write", watched)
+    handles = client.submit_many([{"prompt": f"text {i}", "max_tokens": 400} for i in range(BATCH_SIZE)])
+    for i, handle in enumerate(handles):
+        assert handle.result(timeout=30).token_ids == expected_tokens(f"text {i}", 400)
+    assert most == 1
     assert_left_no_trace(worker, view)

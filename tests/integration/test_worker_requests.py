@@ -384,7 +384,7 @@ def test_failure_of_any_thread_hands_everything_back_and_ends_the_worker(server:
     thread.start()
     handle = client.submit("hello", max_tokens=100)
     eventually(lambda: failing.loop.num_tokens > 5, "running")
-    failing.registry.next_deadline_s = lambda: 1 / 0  # type: ignore[method-assign]  # a bug in the keeper's thread
+    failing.registry.next_deadline_at_s = lambda: 1 / 0  # type: ignore[method-assign]  # a bug in the keeper's thread
     thread.join(30)
     assert codes == [1]
     with worker_thread(server.url, queue, lease_s=60.0):

@@ -12,7 +12,7 @@ from producer.keys import Tier
 from tests.fakes import FakeDetokenizer
 from tests.scheduling import make_request
 from worker import ahead as module
-from worker.ahead import TURN, Ahead
+from worker.ahead import TURN, WaitingAhead
 from worker.outputs import Outputs
 from worker.registry import ActiveRequest, Registry
 from worker.stream.consumer import Entry
@@ -21,20 +21,20 @@ from worker.stream.delivery import Delivery
 NUMBERS = count(1)
 
 
-def active(source: str = "", tier: Tier = "realtime", deadline_s: float | None = None, body: bytes = b"x" * 40) -> ActiveRequest:
+def active(source: str = "", tier: Tier = "realtime", deadline_at_s: float | None = None, body: bytes = b"x" * 40) -> ActiveRequest:
     request = ActiveRequest(Delivery(Entry(tier, f"1000-{next(NUMBERS)}", {b"id": b"x", b"json": body})), source=source)
-    request.deadline_s = deadline_s
+    request.deadline_at_s = deadline_at_s
     return request
 
 
-def ahead_of(*requests: ActiveRequest, capacity: int = 1000) -> Ahead:
-    ahead = Ahead(capacity)
+def ahead_of(*requests: ActiveRequest, capacity: int = 1000) -> WaitingAhead:
+    ahead = WaitingAhead(capacity)
     for request in requests:
         ahead.push(request)
     return ahead
 
 
-def take(ahead: Ahead, realtime: int = 0, batch: int = 0) -> list[ActiveRequest]:
+def take(ahead: WaitingAhead, realtime: int = 0, batch: int = 0) -> list[ActiveRequest]:
     return ahead.take({"realtime": realtime, "batch": batch})
 
 
@@ -47,7 +47,7 @@ def generate(request: ActiveRequest, num_tokens: int) -> None:
 def test_sources_take_turns_and_an_early_deadline_is_first_in_its_own() -> None:
     flood = [active("a") for _ in range(20)]
     others = [active("b") for _ in range(3)]
-    urgent = active("a", deadline_s=5.0)
+    urgent = active("a", deadline_at_s=5.0)
     taken = take(ahead_of(*flood, *others, urgent), realtime=8)
     assert urgent is next(request for request in taken if request.source == "a")
     assert set(others) < set(taken)
@@ -55,7 +55,7 @@ def test_sources_take_turns_and_an_early_deadline_is_first_in_its_own() -> None:
 
 
 def test_generated_tokens_are_charged_and_so_is_who_did_not_wait() -> None:
-    ahead = Ahead(1000)
+    ahead = WaitingAhead(1000)
     greedy = active("greedy")
     ahead.pass_by(greedy)
     generate(greedy, 400)
@@ -68,7 +68,7 @@ def test_generated_tokens_are_charged_and_so_is_who_did_not_wait() -> None:
 
 
 def test_weights_are_shares_of_service() -> None:
-    ahead = Ahead(1000)
+    ahead = WaitingAhead(1000)
     ahead.weights["gold"] = 3.0
     for _ in range(12):
         for source in ("gold", "lead"):
@@ -118,7 +118,7 @@ def test_the_latest_half_is_given_to_others_and_a_single_one() -> None:
 
 def test_those_that_left_are_forgotten_when_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MIN_SETTLED", 4)
-    ahead, registry = Ahead(0), Registry()
+    ahead, registry = WaitingAhead(0), Registry()
     ahead._settle_above = 4
     for _ in range(100):
         request = registry.enter(active().delivery)

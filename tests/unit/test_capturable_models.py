@@ -80,9 +80,9 @@ def test_a_launch_asks_the_device_for_nothing() -> None:
     for _ in range(3):
         loop.step()
     plan = loop.scheduler.schedule()
-    assert loop.runner.ahead is not None
+    assert loop.runner.run_ahead is not None
     with Watch() as watch:
-        loop.runner.ahead.launch(plan, loop.pending)
+        loop.runner.run_ahead.launch(plan, loop.pending)
     assert len(plan.chunks) == len(settings)
     assert not watch.waits
 

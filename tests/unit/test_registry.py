@@ -25,10 +25,10 @@ def entered(registry: Registry, entry_id: str = "1-0") -> ActiveRequest:
 def test_a_deadline_is_awaited_only_where_it_would_end_something(end: HeadraceError | None, outcome: Result | HeadraceError | None) -> None:
     registry = Registry()
     active = entered(registry)
-    active.deadline_s, active.end, active.outcome = 5.0, end, outcome
+    active.deadline_at_s, active.end, active.outcome = 5.0, end, outcome
     expired = list(registry.expired(now_s=6.0))
     assert expired == ([active] if end is None and outcome is None else [])
-    assert registry.next_deadline_s() == (5.0 if expired else math.inf)
+    assert registry.next_deadline_at_s() == (5.0 if expired else math.inf)
 
 
 @pytest.mark.parametrize("loss", ["dropped", "dropped and entered anew", "ordered to end"])

@@ -85,7 +85,7 @@ def test_a_step_is_measured_with_its_own_tokens_and_with_what_the_device_waited_
     engine = make_engine(run_ahead=True)
     clock_s = [0.0]
     monkeypatch.setattr(run_ahead.time, "monotonic", lambda: clock_s[0])
-    launcher = engine._runner.ahead
+    launcher = engine._runner.run_ahead
     assert launcher is not None
     forward = launcher._forward
 
@@ -217,7 +217,7 @@ def test_a_row_that_is_not_finite_fails_and_harms_no_other() -> None:
     engine = make_engine(run_ahead=True)
     requests = [make_request(i, max_tokens=6, **GREEDY) for i in range(3)]
     broken = requests[1]
-    launcher = engine._runner.ahead
+    launcher = engine._runner.run_ahead
     assert launcher is not None
     forward = launcher._forward
 
@@ -227,7 +227,7 @@ def test_a_row_that_is_not_finite_fails_and_harms_no_other() -> None:
             logits[1] = torch.nan
         return logits
 
-    engine._runner.ahead = RunAhead((engine._runner._inputs, engine._runner._make_inputs()), spoil)
+    engine._runner.run_ahead = RunAhead((engine._runner._inputs, engine._runner._make_inputs()), spoil)
     outputs = run(engine, requests)
     assert [(o.request.id, o.error_code) for o in outputs if o.error_code] == [("r1", "BATCH_FAILED")]
     assert [len(request.output_token_ids) for request in requests] == [6, 2, 6]

@@ -40,7 +40,7 @@ def finish(queue: WaitingQueue, request: Request) -> None:
 
 def test_earliest_deadline_first_then_arrival() -> None:
     sim = Simulation(replace(CONFIG, max_batch_size=1), num_blocks=40)
-    plain, late, soon, plain_too = (make_request(4, 1, deadline=deadline) for deadline in (None, 9.0, 3.0, None))
+    plain, late, soon, plain_too = (make_request(4, 1, deadline_at_s=at_s) for at_s in (None, 9.0, 3.0, None))
     sim.add(plain, late, soon, plain_too)
     sim.run()
     assert list(sim.finish_step) == [soon, late, plain, plain_too]

@@ -66,8 +66,8 @@ class World:
             prompt[-1] = rng.randrange(2)
         max_tokens = rng.randint(1, max(1, min(capacity - length + 1, 12)))
         output = [rng.randrange(2) for _ in range(rng.randint(0, max_tokens - 1))] if resumed else []
-        deadline = rng.choice([None, None, float(rng.randrange(5))])
-        return make_request(prompt, max_tokens, tier=tier, source=rng.choice("abc"), output=output, deadline=deadline)
+        deadline_at_s = rng.choice([None, None, float(rng.randrange(5))])
+        return make_request(prompt, max_tokens, tier=tier, source=rng.choice("abc"), output=output, deadline_at_s=deadline_at_s)
 
     def add(self, tier: Tier, *, resumed: bool = False, large: bool = False) -> None:
         self.sim.add(self.request(tier, resumed=resumed, large=large))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from worker.engine.engine import StepSample
+from worker.engine.request import StepSample
 from worker.engine.scheduler import SchedulerStats
 from worker.service import StepLog
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -27,32 +26,15 @@ from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import LoadedModel, check_tokenizer, load_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.offline import run_to_end
-from worker.engine.request import Request, RequestStatus, Sampled, ScheduledChunk, StepOutput, StepPlan
+from worker.engine.request import Request, RequestStatus, Sampled, ScheduledChunk, StepOutput, StepPlan, StepSample
 from worker.engine.run_ahead import PendingStep, RunAhead
 from worker.engine.scheduler import Scheduler, SchedulerStats
 from worker.engine.siblings import Siblings
 from worker.engine.structured import GrammarCompiler
 
-_PAUSE_S = 0.001  # between looks at a static batch that is filling
+_PAUSE_S = 0.001  # between checks of a static batch that is filling
 
 log = structlog.get_logger("headrace.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """One step in figures.
-
-    Attributes:
-        seconds: how long it took.
-        idle_seconds: how long the device did nothing before it though there was work.
-        batch_size: requests in it.
-        num_tokens: tokens computed.
-    """
-
-    seconds: float
-    idle_seconds: float
-    batch_size: int
-    num_tokens: int
 
 
 class Engine:
@@ -112,7 +94,9 @@ class Engine:
         for request in requests:
             assert request.id not in self._requests, f"{request.id} is in the engine"
             self.inputs.check_vocabulary("prompt_token_ids", request.prompt_token_ids)
-        beginning = [request for request in requests if not self._ends_early(request)]
+        for request in requests:
+            self._end_if_complete(request)
+        beginning = [request for request in requests if request.status is not RequestStatus.FINISHED]
         if beginning:
             self._siblings.add(beginning)
         self._requests.update((request.id, request) for request in requests)
@@ -123,7 +107,7 @@ class Engine:
         if request is not None:
             self._ended_early = [output for output in self._ended_early if output.request is not request]
             self._end(request)
-            self._rest()
+            self._collect_if_idle()
 
     def step(self) -> list[StepOutput]:
         """Run one step.
@@ -138,12 +122,12 @@ class Engine:
         plan = self._scheduler.schedule()
         self._runner.copy_blocks(plan)
         if plan.chunks:
-            outputs += self._run_now(plan) if self._runner.ahead is None else self._run_ahead(plan, self._runner.ahead)
+            outputs += self._run_now(plan) if self._runner.run_ahead is None else self._run_ahead(plan, self._runner.run_ahead)
         elif self._pending is not None:
             outputs += self._collect()
         elif not outputs:
             time.sleep(min(_PAUSE_S, self._scheduler.wait_s()))
-        self._rest()
+        self._collect_if_idle()
         return outputs
 
     def has_work(self) -> bool:
@@ -208,17 +192,15 @@ class Engine:
             return item
         return GenerateRequest(id=f"offline-{next(self._offline_ids)}", prompt=item, params=params)
 
-    def _ends_early(self, request: Request) -> bool:
-        """Whether what a request brings is complete already; then the next step says so."""
+    def _end_if_complete(self, request: Request) -> None:
+        """Take in the output that a request brings; where that is complete already, the next step says so."""
         if request.grammar is not None:
             request.grammar.catch_up(request.output_token_ids)
-        finish_reason, stop_reason = _finish(request)
-        if finish_reason is None:
-            return False
-        output = StepOutput(request, len(request.output_token_ids), [], finish_reason=finish_reason, stop_reason=stop_reason)
-        self._ended_early.append(output)
-        request.move_to(RequestStatus.FINISHED)  # it never was the scheduler's
-        return True
+        finish_reason, stop_reason = _finish_reason(request)
+        if finish_reason is not None:
+            output = StepOutput(request, len(request.output_token_ids), [], finish_reason=finish_reason, stop_reason=stop_reason)
+            self._ended_early.append(output)
+            request.move_to(RequestStatus.FINISHED)  # it never was the scheduler's
 
     def _take_ended_early(self) -> list[StepOutput]:
         outputs, self._ended_early = self._ended_early, []
@@ -277,7 +259,7 @@ class Engine:
         self._idle_since_s = None
         return self._update_all(pending.plan, results)
 
-    def _rest(self) -> None:
+    def _collect_if_idle(self) -> None:
         """Where nobody is left, read what was launched for nobody: the time until somebody comes is not the device's idleness."""
         if not self._requests:
             self._collect()
@@ -321,7 +303,7 @@ class Engine:
             request.grammar.catch_up(request.output_token_ids)
         if sampled.logprob is not None:
             request.logprobs.append(sampled.logprob)
-        finish_reason, stop_reason = _finish(request)
+        finish_reason, stop_reason = _finish_reason(request)
         self._siblings.computed(request)
         if finish_reason is not None:
             self._end(request)
@@ -343,8 +325,8 @@ class Engine:
         self._scheduler.pace.observe(plan, seconds + idle_s)
 
 
-def _finish(request: Request) -> tuple[FinishReason | None, int | None]:
-    """Whether the request's output has ended, and by which stop token. EOS and stop tokens belong to the output."""
+def _finish_reason(request: Request) -> tuple[FinishReason | None, int | None]:
+    """Why the request's output has ended, None where it has not, and by which stop token. EOS and stop tokens belong to the output."""
     if request.kind != "generate" or not request.output_token_ids:
         return None, None
     last = request.output_token_ids[-1]

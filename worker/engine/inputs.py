@@ -60,28 +60,28 @@ class InputProcessor:
         self._grammars = grammars
         self._max_bytes_per_token = _max_bytes_per_token(tokenizer)
 
-    def prepare(self, wanted: GenerateRequest) -> Request:
+    def prepare(self, wire_request: GenerateRequest) -> Request:
         """The one engine request that a wire request of a single output is.
 
         Raises:
             InvalidRequest: names the field. `ContextLengthExceeded` where prompt and output do not fit the context.
         """
-        requests = self.prepare_all(wanted)
+        requests = self.prepare_all(wire_request)
         if len(requests) != 1:
-            field = "continuations" if wanted.kind == "score" else "n"
+            field = "continuations" if wire_request.kind == "score" else "n"
             raise fail(field, "one, where a request has a single output")
         return requests[0]
 
-    def prepare_all(self, wanted: GenerateRequest) -> list[Request]:
+    def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
         """All engine requests that a wire request becomes: ``n`` outputs, or one a continuation; else one.
 
         A single one has the wire request's id, several have ``<id>#0``, ``<id>#1`` and so on, in the order of the reply.
         `gather.Gather` makes one reply of them. Raises as `prepare`.
         """
         try:
-            return self._prepare_all(wanted)
+            return self._prepare_all(wire_request)
         except InvalidRequest as error:
-            error.request_id = wanted.id
+            error.request_id = wire_request.id
             raise
 
     def check_vocabulary(self, field: str, token_ids: Collection[int]) -> None:
@@ -103,38 +103,38 @@ class InputProcessor:
         if not all(0 <= token_id < self._limits.vocab_size for token_id in token_ids):
             raise ModelUnavailable(f"another model began it: its output has token ids beyond the {self._limits.vocab_size} of this one")
 
-    def _prepare_all(self, wanted: GenerateRequest) -> list[Request]:
-        self._check_token_ids(wanted)
-        prompt = self._prompt_token_ids(wanted)
-        if wanted.kind == "score":
-            return self._score_requests(wanted, prompt)
-        if wanted.kind == "embed":
+    def _prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
+        self._check_token_ids(wire_request)
+        prompt = self._prompt_token_ids(wire_request)
+        if wire_request.kind == "score":
+            return self._score_requests(wire_request, prompt)
+        if wire_request.kind == "embed":
             self._check_fits(len(prompt), 0)
-            return [self._request(wanted, wanted.id, prompt, 0)]
-        max_tokens = self._max_tokens(wanted.params, len(prompt))
-        seed = self._seed(wanted)
-        ids = _child_ids(wanted.id, wanted.params.n)
-        return [self._generate_request(wanted, ids[i], prompt, max_tokens, child_seed(seed, i)) for i in range(len(ids))]
+            return [self._request(wire_request, wire_request.id, prompt, 0)]
+        max_tokens = self._max_tokens(wire_request.params, len(prompt))
+        seed = self._seed(wire_request)
+        ids = _child_ids(wire_request.id, wire_request.params.n)
+        return [self._generate_request(wire_request, ids[i], prompt, max_tokens, child_seed(seed, i)) for i in range(len(ids))]
 
-    def _generate_request(self, wanted: GenerateRequest, request_id: str, prompt: list[int], max_tokens: int, seed: int) -> Request:
-        request = self._request(wanted, request_id, prompt, max_tokens)
+    def _generate_request(self, wire_request: GenerateRequest, request_id: str, prompt: list[int], max_tokens: int, seed: int) -> Request:
+        request = self._request(wire_request, request_id, prompt, max_tokens)
         request.seed = seed
-        if not wanted.params.ignore_eos:
+        if not wire_request.params.ignore_eos:
             request.eos_token_ids = self._limits.eos_token_ids
-        if wanted.params.response_format is not None:
-            request.grammar = self._grammar(wanted.params.response_format)
+        if wire_request.params.response_format is not None:
+            request.grammar = self._grammar(wire_request.params.response_format)
         return request
 
-    def _request(self, wanted: GenerateRequest, request_id: str, prompt: list[int], max_tokens: int) -> Request:
-        params = replace(wanted.params, n=1) if wanted.params.n != 1 else wanted.params
+    def _request(self, wire_request: GenerateRequest, request_id: str, prompt: list[int], max_tokens: int) -> Request:
+        params = replace(wire_request.params, n=1) if wire_request.params.n != 1 else wire_request.params
         return Request(
             id=request_id,
             prompt_token_ids=prompt,
             params=params,
             max_tokens=max_tokens,
-            tier=wanted.tier,
-            kind=wanted.kind,
-            source=wanted.source,
+            tier=wire_request.tier,
+            kind=wire_request.kind,
+            source=wire_request.source,
         )
 
     def _grammar(self, response_format: Mapping[str, Any]) -> Grammar | None:
@@ -144,21 +144,21 @@ class InputProcessor:
 
     # Tokens
 
-    def _prompt_token_ids(self, wanted: GenerateRequest) -> list[int]:
-        if wanted.prompt_token_ids is not None:
-            return list(wanted.prompt_token_ids)
-        text, field = self._prompt_text(wanted)
-        token_ids = self._encode(text, add_special_tokens=wanted.prompt is not None)
+    def _prompt_token_ids(self, wire_request: GenerateRequest) -> list[int]:
+        if wire_request.prompt_token_ids is not None:
+            return list(wire_request.prompt_token_ids)
+        text, field = self._prompt_text(wire_request)
+        token_ids = self._encode(text, add_special_tokens=wire_request.prompt is not None)
         if not token_ids:
             raise fail(field, "something that the tokenizer makes tokens of")
         return token_ids
 
-    def _prompt_text(self, wanted: GenerateRequest) -> tuple[str, str]:
+    def _prompt_text(self, wire_request: GenerateRequest) -> tuple[str, str]:
         """The prompt as text, and the field that it came from."""
-        if wanted.prompt is not None:
-            return wanted.prompt, "prompt"
-        assert wanted.messages is not None, "a request has exactly one kind of prompt"
-        return self._render(wanted.messages), "messages"
+        if wire_request.prompt is not None:
+            return wire_request.prompt, "prompt"
+        assert wire_request.messages is not None, "a request has exactly one kind of prompt"
+        return self._render(wire_request.messages), "messages"
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if not self._tokenizer.chat_template:
@@ -183,31 +183,31 @@ class InputProcessor:
 
     # Scores
 
-    def _score_requests(self, wanted: GenerateRequest, prompt: list[int]) -> list[Request]:
-        assert wanted.continuations is not None, "kind score has continuations"
-        ids = _child_ids(wanted.id, len(wanted.continuations))
-        return [self._score_request(wanted, ids[i], prompt, i) for i in range(len(ids))]
+    def _score_requests(self, wire_request: GenerateRequest, prompt: list[int]) -> list[Request]:
+        assert wire_request.continuations is not None, "kind score has continuations"
+        ids = _child_ids(wire_request.id, len(wire_request.continuations))
+        return [self._score_request(wire_request, ids[i], prompt, i) for i in range(len(ids))]
 
-    def _score_request(self, wanted: GenerateRequest, request_id: str, prompt: list[int], index: int) -> Request:
-        assert wanted.continuations is not None, "kind score has continuations"
-        tokens, start = self._with_continuation(wanted, prompt, wanted.continuations[index])
+    def _score_request(self, wire_request: GenerateRequest, request_id: str, prompt: list[int], index: int) -> Request:
+        assert wire_request.continuations is not None, "kind score has continuations"
+        tokens, start = self._with_continuation(wire_request, prompt, wire_request.continuations[index])
         if start == len(tokens):
             raise fail(f"continuations[{index}]", "something that the tokenizer makes tokens of")
         self._check_fits(len(tokens), 0)
-        request = self._request(wanted, request_id, tokens, 0)
+        request = self._request(wire_request, request_id, tokens, 0)
         request.score_start = start
         return request
 
-    def _with_continuation(self, wanted: GenerateRequest, prompt: list[int], continuation: str) -> tuple[list[int], int]:
+    def _with_continuation(self, wire_request: GenerateRequest, prompt: list[int], continuation: str) -> tuple[list[int], int]:
         """Prompt and continuation as tokens, and where the scored ones start.
 
         Text is tokenised as a whole, and what is scored starts where its tokens leave those of the prompt alone: a token that
         spans the border counts (as in lm-evaluation-harness, but without cutting a token in two). Token ids are followed by
         the continuation's own.
         """
-        if wanted.prompt_token_ids is None:
-            text, _ = self._prompt_text(wanted)
-            whole = self._encode(text + continuation, add_special_tokens=wanted.prompt is not None)
+        if wire_request.prompt_token_ids is None:
+            text, _ = self._prompt_text(wire_request)
+            whole = self._encode(text + continuation, add_special_tokens=wire_request.prompt is not None)
             common = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
             if common > 0:
                 return whole, common
@@ -215,16 +215,16 @@ class InputProcessor:
 
     # Checks
 
-    def _check_token_ids(self, wanted: GenerateRequest) -> None:
-        self.check_vocabulary("prompt_token_ids", wanted.prompt_token_ids or ())
-        self.check_vocabulary("logit_bias", wanted.params.logit_bias)
-        self.check_vocabulary("stop_token_ids", wanted.params.stop_token_ids)
+    def _check_token_ids(self, wire_request: GenerateRequest) -> None:
+        self.check_vocabulary("prompt_token_ids", wire_request.prompt_token_ids or ())
+        self.check_vocabulary("logit_bias", wire_request.params.logit_bias)
+        self.check_vocabulary("stop_token_ids", wire_request.params.stop_token_ids)
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         left = self._limits.max_model_len - prompt_tokens
-        wanted = params.max_tokens or max(1, params.min_tokens, min(DEFAULT_MAX_TOKENS, left))
-        self._check_fits(prompt_tokens, wanted)
-        return wanted
+        max_tokens = params.max_tokens or max(1, params.min_tokens, min(DEFAULT_MAX_TOKENS, left))
+        self._check_fits(prompt_tokens, max_tokens)
+        return max_tokens
 
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._limits.max_model_len:
@@ -233,10 +233,10 @@ class InputProcessor:
     def _too_long(self, what: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(f"{what} exceeds the context of {self._limits.max_model_len} tokens", field="prompt")
 
-    def _seed(self, wanted: GenerateRequest) -> int:
-        if wanted.params.seed is not None:
-            return wanted.params.seed
-        return _hash(f"{self._limits.seed}:{wanted.id}")
+    def _seed(self, wire_request: GenerateRequest) -> int:
+        if wire_request.params.seed is not None:
+            return wire_request.params.seed
+        return _hash(f"{self._limits.seed}:{wire_request.id}")
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -61,7 +61,7 @@ class ModelRunner:
 
     Attributes:
         num_blocks: of the cache; may be another number after `restore_cache`.
-        ahead: launches steps whose tokens are read later; None where `run` alone is used.
+        run_ahead: launches steps whose tokens are read later; None where `run` alone is used.
 
     Raises:
         ModelUnavailable: the model's attention would be computed wrongly, or there is no memory for the cache.
@@ -114,7 +114,7 @@ class ModelRunner:
         self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
         self._inputs = self._make_inputs()
         runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
-        self.ahead = RunAhead((self._inputs, self._make_inputs()), self._logits) if runs_ahead else None
+        self.run_ahead = RunAhead((self._inputs, self._make_inputs()), self._logits) if runs_ahead else None
 
     def _use(self, cache: KVCache) -> None:
         self.cache = cache

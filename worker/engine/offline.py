@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
 
 
-def run_to_end(engine: Engine, wanted: Sequence[GenerateRequest]) -> list[Result]:
+def run_to_end(engine: Engine, wire_requests: Sequence[GenerateRequest]) -> list[Result]:
     """Run requests together until all have ended.
 
     Returns:
@@ -26,7 +26,7 @@ def run_to_end(engine: Engine, wanted: Sequence[GenerateRequest]) -> list[Result
         HeadraceError: the first that any request met; none of the others is left in the engine.
     """
     assert not engine.has_work(), "somebody else's outputs would be lost"
-    runs = [_Run(engine, request) for request in wanted]
+    runs = [_Run(engine, wire_request) for wire_request in wire_requests]
     owners = {part.request.id: (run, part) for run in runs for part in run.parts}
     try:
         for run in runs:
@@ -46,9 +46,9 @@ def run_to_end(engine: Engine, wanted: Sequence[GenerateRequest]) -> list[Result
 class _Run:
     """One wire request's way through the engine."""
 
-    def __init__(self, engine: Engine, wanted: GenerateRequest) -> None:
-        requests = engine.inputs.prepare_all(wanted)
-        self.gather = Gather(wanted.id, requests)
+    def __init__(self, engine: Engine, wire_request: GenerateRequest) -> None:
+        requests = engine.inputs.prepare_all(wire_request)
+        self.gather = Gather(wire_request.id, requests)
         self.parts = [_Part(request, engine.make_detokenizer(request), i) for i, request in enumerate(requests)]
         self._start_s = time.monotonic()
         self._first_s: float | None = None

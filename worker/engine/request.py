@@ -49,7 +49,7 @@ class Request:
         seed: of the sampling noise, always set here (`SamplingParams.seed` may be None).
         max_tokens: most output tokens, those resumed counted, resolved against the context length.
         arrival: order of arrival, smaller is earlier; kept through preemption and resume.
-        deadline: monotonic seconds, or None; orders the waiting queue of a tier (earliest first).
+        deadline_at_s: monotonic, or None; orders the waiting queue of a tier (earliest first).
         eos_token_ids: the model's stop tokens, empty with ``ignore_eos``.
         first_step_s: monotonic; when its first step was planned, None before.
         num_cached_tokens: of the prompt, how many came from the prefix cache when it was first admitted.
@@ -74,7 +74,7 @@ class Request:
     tier: Tier = "realtime"
     kind: Kind = "generate"
     arrival: int = 0
-    deadline: float | None = None
+    deadline_at_s: float | None = None
     source: str = ""
     eos_token_ids: frozenset[int] = frozenset()
     output_token_ids: list[int] = field(default_factory=list)
@@ -214,3 +214,20 @@ class StepOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error_code is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step in figures.
+
+    Attributes:
+        seconds: how long it took.
+        idle_seconds: how long the device did nothing before it though there was work.
+        batch_size: requests in it.
+        num_tokens: tokens computed.
+    """
+
+    seconds: float
+    idle_seconds: float
+    batch_size: int
+    num_tokens: int

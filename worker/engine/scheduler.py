@@ -129,7 +129,7 @@ class Scheduler:
         if not len(self._queues):
             self._filling_since_s = self._clock()
         self._num_added += 1
-        request.place = (math.inf if request.deadline is None else request.deadline, request.arrival, self._num_added)
+        request.place = (math.inf if request.deadline_at_s is None else request.deadline_at_s, request.arrival, self._num_added)
         request.max_blocks = self._blocks.blocks_for(request.max_total_tokens)
         self._queues.of(request).push(request)
         self._admission.note_arrival(request)

@@ -66,10 +66,10 @@ class Consumer:
         by_stream = {stream.decode(): entries for stream, entries in reply or ()}
         return [entry for tier in tiers for entry in _entries(tier, by_stream.get(self._keys.stream(tier), ()))]
 
-    def look(self, room: Mapping[Tier, int]) -> list[Entry]:
+    def read_now(self, room: Mapping[Tier, int]) -> list[Entry]:
         """As `read`, without waiting; these are not counted."""
         tiers, count = _page_of(room)
-        (reply,) = run(self._client, [(load("look"), [self._keys.stream(tier) for tier in tiers], [GROUP, self._name, count])])
+        (reply,) = run(self._client, [(load("read_now"), [self._keys.stream(tier) for tier in tiers], [GROUP, self._name, count])])
         by_stream = {stream.decode(): entries for stream, entries in reply}
         return [entry for tier in tiers for entry in _uncounted(tier, by_stream.get(self._keys.stream(tier), ()))]
 

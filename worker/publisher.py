@@ -1,0 +1,269 @@
+"""The thread between the engine and the callers: tokens become text, frames and final replies.
+
+It never holds the engine up: outputs pile up in its inbox, and each round takes all that piled up since the last one, as one
+frame a request. What goes out is the `ReplyWriter`'s.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from producer.errors import Cancelled, HeadraceError, InternalError, error_from_code
+from producer.wire import Result
+from worker.core import Core
+from worker.ending import log_end, result_of, sample_of
+from worker.engine.request import StepOutput
+from worker.engine_loop import Refusal
+from worker.guard import described
+from worker.outputs import Output
+from worker.registry import ActiveRequest
+from worker.reply_writer import ReplyWriter
+from worker.stream.ledger import Ledger, Outcome
+from worker.stream.trouble import TROUBLE, Trouble
+
+HAND_BACK_S = 5.0  # how long a worker that ends tries to hand back; after that its leases lapse
+
+log = structlog.get_logger("headrace.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class EndNow:
+    """A request is to end now, with `ActiveRequest.end`, whatever it has generated."""
+
+    active: ActiveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """All requests that are in the engine are to be handed back; then ``done`` is set."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+OnEnd = Callable[[ActiveRequest, Outcome], None]
+InboxItem = list[StepOutput] | Refusal | Release | EndNow
+
+
+class Publisher:
+    """Owns the outputs of all running requests; `put` may be called from any thread."""
+
+    def __init__(self, core: Core, ledger: Ledger, on_end: OnEnd | None = None) -> None:
+        self.requests_done = 0
+        self.last_error: tuple[str, int] | None = None  # code and Redis time in ms of the last failure but cancellations
+        self._on_end = on_end
+        self._config = core.config
+        self._registry = core.registry
+        self._loop = core.loop
+        self._metrics = core.metrics
+        self._ledger = ledger
+        self._trouble = Trouble(core.outage)
+        self._replies = ReplyWriter(core, ledger, self._trouble, on_settled=self._on_settled, on_lost=self.lose)
+        self._arrived = threading.Condition()
+        self._inbox: list[InboxItem] = []
+        self._release: Release | None = None
+        self._stopping = False
+        self._thread = core.guard.thread("publisher", self._run)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, item: InboxItem) -> None:
+        with self._arrived:
+            self._inbox.append(item)
+            self._arrived.notify()
+
+    def end(self, active: ActiveRequest, error: HeadraceError) -> None:
+        """Have a request end now, with what it has generated so far as partial output of ``error``."""
+        with self._registry.lock:
+            if active.end is not None:
+                return
+            active.end = error
+        self.put(EndNow(active))
+
+    def lose(self, active: ActiveRequest) -> None:
+        """Another worker has it, or has answered it: stop, and say nothing. What has its outcome finds out for itself."""
+        with self._registry.lock:  # before it can be given to us again
+            if not self._registry.holds(active) or active.outcome is not None:
+                return
+            self._registry.drop(active)
+            self._abort(active)
+        self._metrics.lease_lost()
+        self._tell_end(active, "lost")
+
+    def wake(self) -> None:
+        """Something has changed that may make a frame due."""
+        self.put([])
+
+    def release(self) -> threading.Event:
+        """Hand all requests that are in the engine back, without ending; the event is set when that is done."""
+        release = Release()
+        self.put(release)
+        return release.done
+
+    def hand_back(self, *, crashed: bool) -> None:
+        """Write what can be written, hand all other requests back, and end the thread. The engine has ended before."""
+        with self._arrived:
+            self._stopping = True
+            self._arrived.notify()
+        self._thread.join()
+        deadline_s = time.monotonic() + HAND_BACK_S
+        while time.monotonic() < deadline_s:
+            if self._try_to_hand_back(crashed=crashed) and not self._replies.any_refused:
+                return
+            time.sleep(min(max(self._trouble.pause_s, self._replies.refused_pause_s), 0.2))
+
+    def _run(self) -> None:
+        while self._round():
+            pass
+
+    def _round(self) -> bool:
+        with self._arrived:
+            if not (self._inbox or self._stopping):
+                self._arrived.wait(self._replies.due_in_s if self._trouble.ready else self._trouble.pause_s)
+            items, self._inbox = self._inbox, []
+            last = self._stopping
+        for item in items:
+            self._absorb(item)
+        if self._trouble.ready:
+            self._replies.write_due()
+        if self._release is not None and self._trouble.ready and self._try_to_hand_back(crashed=False, running_only=True):
+            self._release.done.set()
+            self._release = None
+        return not last
+
+    # What came in
+
+    def _absorb(self, item: InboxItem) -> None:
+        if isinstance(item, Refusal):
+            active = self._registry.of(item.requests[0])
+            if active is not None:
+                self._conclude(active, item.error)
+        elif isinstance(item, Release):
+            self._release = item
+        elif isinstance(item, EndNow):
+            assert item.active.end is not None, "ended for a reason"
+            if item.active.outcome is None:
+                self._abort(item.active)
+            self._conclude(item.active, item.active.end)
+        else:
+            now_s = time.monotonic()
+            for output in item:
+                active = self._registry.of(output.request)
+                if active is not None and active.outcome is None:
+                    self._take_guarded(active, output, now_s)
+
+    def _take_guarded(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
+        try:
+            self._take(active, output, now_s)
+        except Exception as error:  # a fault of ours with this one request must not cost the others
+            log.error("output could not be taken", id=active.id, **described(error))
+            self._abort(active)
+            self._conclude(active, InternalError("the output could not be turned into a reply"))
+
+    def _take(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
+        outputs = active.outputs
+        assert outputs is not None, "it is in the engine"
+        if outputs.gather.has(output.request):  # stopped by a string, and aborted since
+            return
+        self._time(active, outputs.of(output.request), len(output.token_ids), now_s)
+        ended = outputs.push(output)
+        if output.error_code is not None:
+            self._abort(active)
+            self._conclude(active, error_from_code(output.error_code, output.error_message))
+            return
+        if ended and not output.finished:
+            self._loop.abort(output.request.id)
+        if outputs.gather.complete:
+            self._conclude(active, result_of(active, worker=self._config.name, model=self._loop.engine.model_name))
+        elif outputs.single:
+            self._replies.publish(active)
+
+    def _time(self, active: ActiveRequest, output: Output, num_tokens: int, now_s: float) -> None:
+        if not num_tokens:
+            return
+        self._metrics.tokens(active.delivery.tier, generation=num_tokens)
+        if output.last_token_s is not None:
+            self._metrics.inter_token(active.delivery.tier, now_s - output.last_token_s, num_tokens)
+        elif active.first_token_s is None:
+            self._time_first(active, now_s)
+        output.last_token_s = active.last_token_s = now_s
+
+    def _time_first(self, active: ActiveRequest, now_s: float) -> None:
+        active.first_token_s = now_s
+        if active.start is not None and not active.resumed:
+            active.delivery.first_token_ms = active.start.redis_ms(now_s)
+            self._metrics.first_token(active.delivery.tier, active.start.since_enqueued_ms(now_s) / 1000)
+
+    def _abort(self, active: ActiveRequest) -> None:
+        """Have the engine forget all of it."""
+        for request in active.outputs.requests if active.outputs is not None else ():
+            self._loop.abort(request.id)
+
+    def _conclude(self, active: ActiveRequest, outcome: Result | HeadraceError) -> None:
+        if active.outcome is not None:
+            return
+        if isinstance(outcome, HeadraceError):
+            outcome.request_id = active.id
+            if active.transcript is not None:
+                outcome.partial_text = active.transcript.text
+                outcome.partial_token_ids = list(active.transcript.token_ids)
+        active.outcome = outcome
+        self._replies.settle(active)
+
+    # What became of it
+
+    def _on_settled(self, active: ActiveRequest, outcome: Outcome) -> None:
+        self._registry.drop(active)
+        if outcome == "lost":
+            self._metrics.lease_lost()
+        elif outcome == "written":
+            self.requests_done += 1
+            self._metrics.request_finished(sample_of(active))
+            self._note_error(active)
+        self._tell_end(active, outcome)
+
+    def _note_error(self, active: ActiveRequest) -> None:
+        error, start = active.outcome, active.start
+        if isinstance(error, HeadraceError) and not isinstance(error, Cancelled) and start is not None:
+            self.last_error = (error.code, start.redis_ms(time.monotonic()))
+
+    def _tell_end(self, active: ActiveRequest, became: Outcome) -> None:
+        log_end(active, became, with_text=self._config.log_prompts)
+        if self._on_end is None:
+            return
+        try:
+            self._on_end(active, became)
+        except Exception as error:  # whoever listens is no part of what was promised to callers
+            log.error("end could not be told", id=active.id, **described(error))
+
+    # What is handed back
+
+    def _try_to_hand_back(self, *, crashed: bool, running_only: bool = False) -> bool:
+        """One attempt at writing everything and handing back the rest: all, or those that are in the engine.
+
+        Tokens that Redis refuses are generated again by whoever goes on. What has ended is not handed back.
+        """
+        if not self._replies.write_all():
+            return False
+        try:
+            with self._registry.leases:
+                self._release_all(crashed=crashed, running_only=running_only)
+        except TROUBLE as error:
+            self._trouble.hit(error)
+            return False
+        self._trouble.over()
+        return True
+
+    def _release_all(self, *, crashed: bool, running_only: bool) -> None:
+        held = [active for active in self._registry.all() if active.outcome is None and (active.outputs or not running_only)]
+        count = self._ledger.release([active.delivery for active in held], crashed=crashed)
+        for active in held:
+            self._abort(active)
+            self._registry.drop(active)
+        if held:
+            log.info("handed back", requests=count, crashed=crashed)

@@ -1,0 +1,220 @@
+"""What goes out to callers: frames of tokens, and final replies.
+
+What Redis does not take now is kept and sent again until it stands there or is no longer ours. It may take one thing and refuse
+another (in a full memory a final reply has room, a frame has not): only what it refuses waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from worker.core import Core
+from worker.ending import frame_of, settlement_of, without_what_is_too_large
+from worker.registry import ActiveRequest
+from worker.stream.delivery import LEAST_BULK_BYTES, MAX_REPLY_BYTES, Settlement, TokensFrame
+from worker.stream.ledger import Ledger, Outcome, Settled
+from worker.stream.trouble import TROUBLE, Trouble
+
+ROUND_SETTLEMENTS = 64  # final replies in one round trip
+LARGE_TRIES = 3  # until a reply counts as too large for the server
+IDLE_S = 1.0
+
+OnSettled = Callable[[ActiveRequest, Outcome], None]
+OnLost = Callable[[ActiveRequest], None]
+
+log = structlog.get_logger("headrace.worker")
+
+
+class ReplyWriter:
+    """Owns what is still to be written; used by one thread at a time.
+
+    Args:
+        trouble: of that thread: Redis cannot be asked.
+        on_settled: called when a request's end is decided: its reply stands there, or another worker answers it.
+        on_lost: called when a request whose frame was refused is no longer ours to run.
+    """
+
+    def __init__(self, core: Core, ledger: Ledger, trouble: Trouble, *, on_settled: OnSettled, on_lost: OnLost) -> None:
+        self._config = core.config
+        self._registry = core.registry
+        self._ledger = ledger
+        self._on_settled = on_settled
+        self._on_lost = on_lost
+        self._trouble = trouble
+        self._frames_trouble = Trouble(core.outage)  # Redis refuses frames
+        self._replies_trouble = Trouble(core.outage)  # it refuses some of the final replies
+        self._unpublished: dict[ActiveRequest, None] = {}  # have tokens that are not written yet
+        self._unsettled: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
+        self._refused: dict[ActiveRequest, None] = {}  # have one that Redis refused, the one refused longest ago first
+
+    def publish(self, active: ActiveRequest) -> None:
+        """It has new tokens, to be written when a frame of it is due."""
+        self._unpublished[active] = None
+
+    def settle(self, active: ActiveRequest) -> None:
+        """It has its outcome, which is to be written, with the tokens that are not."""
+        self._unpublished.pop(active, None)
+        self._unsettled[active] = None
+
+    @property
+    def any_refused(self) -> bool:
+        """Whether Redis has refused a final reply that is still to be written."""
+        return bool(self._refused)
+
+    @property
+    def refused_pause_s(self) -> float:
+        """Seconds until what was refused of the final replies is due again."""
+        return self._replies_trouble.pause_s
+
+    @property
+    def due_in_s(self) -> float:
+        """Seconds until something is due, `IDLE_S` where nothing waits."""
+        if self._unsettled:
+            return 0.0
+        frames_s = min((self._frame_due_in_s(active) for active in self._unpublished), default=IDLE_S)
+        return min(max(frames_s, self._frames_trouble.pause_s), self._replies_trouble.pause_s if self._refused else IDLE_S)
+
+    def write_due(self) -> None:
+        """Write what is due; of the final replies as many as one round trip takes."""
+        self._write(self._frames(everything=False), self._due_endings())
+
+    def write_all(self) -> bool:
+        """Write everything, due or not, but for what Redis refuses; False where it could not be asked."""
+        while True:
+            frames, endings = self._frames(everything=True), self._due_endings()
+            if not frames and not endings:
+                return True
+            if not self._write(frames, endings):
+                return False
+
+    # What is due
+
+    def _frame_due_in_s(self, active: ActiveRequest) -> float:
+        assert active.transcript is not None, "it has tokens"
+        if active.streamed or active.transcript.num_unpublished >= self._config.checkpoint_tokens:
+            return 0.0
+        return max(0.0, active.published_s + self._config.checkpoint_s - time.monotonic())
+
+    def _frames(self, *, everything: bool) -> list[tuple[ActiveRequest, TokensFrame]]:
+        self._unpublished = {active: None for active in self._unpublished if self._registry.holds(active)}
+        if not self._frames_trouble.ready:
+            return []
+        due = [active for active in self._unpublished if everything or self._frame_due_in_s(active) == 0.0]
+        return [(active, frame_of(active)) for active in due]
+
+    def _due_endings(self) -> list[ActiveRequest]:
+        again = self._refused if self._replies_trouble.ready else ()
+        return [*self._unsettled, *again][:ROUND_SETTLEMENTS]
+
+    # Writing
+
+    def _write(self, frames: Sequence[tuple[ActiveRequest, TokensFrame]], endings: Sequence[ActiveRequest]) -> bool:
+        """Whether Redis could be asked; what it refused is due again after a pause. What may be too large goes last, and alone."""
+        small, large = _by_size(endings)
+        light = [(active, frame) for active, frame in frames if len(frame.body) <= LEAST_BULK_BYTES]
+        heavy = [(active, frame) for active, frame in frames if len(frame.body) > LEAST_BULK_BYTES]
+        return (
+            self._write_together(light, small)
+            and all(self._write_together([frame], {}) for frame in heavy)
+            and all(self._write_large(active) for active in large)
+        )
+
+    def _write_together(self, frames: Sequence[tuple[ActiveRequest, TokensFrame]], settlements: dict[ActiveRequest, Settlement]) -> bool:
+        if not (frames or settlements):
+            return True
+        try:
+            written = self._ledger.write([frame for _, frame in frames], list(settlements.values()))
+        except TROUBLE as error:
+            self._trouble.hit(error)
+            return False
+        self._trouble.over()
+        self._take_settled(list(settlements), written.settled)
+        self._take_positions([active for active, _ in frames], written.positions)
+        return True
+
+    def _write_large(self, active: ActiveRequest) -> bool:
+        """Alone: what is too long for the server costs the connection, and what else is on it."""
+        settlement = settlement_of(active)
+        if settlement.num_bytes > MAX_REPLY_BYTES:
+            self._shrink(active, settlement.num_bytes)
+            return True
+        try:
+            [result] = self._ledger.write([], [settlement]).settled
+        except TROUBLE as error:
+            self._trouble.hit(error)
+            refused = not isinstance(error, RedisTimeoutError) and self._ledger.is_reachable()  # a slow link is no refusal
+        else:
+            refused = isinstance(result, ResponseError) and str(result).startswith("Protocol error")
+            if not refused:
+                self._trouble.over()
+                self._take_settled([active], [result])
+                return True
+        active.num_refusals += refused
+        if active.num_refusals == LARGE_TRIES:
+            self._shrink(active, settlement.num_bytes)
+        return False
+
+    def _shrink(self, active: ActiveRequest, num_bytes: int) -> None:
+        """Answer with an error what is too large for a reply."""
+        log.error("reply too large", id=active.id, num_bytes=num_bytes)
+        active.outcome = without_what_is_too_large(active)
+        self._refused.pop(active, None)
+        self._unsettled[active] = None
+
+    # What Redis says
+
+    def _take_settled(self, endings: Sequence[ActiveRequest], settled: Sequence[Settled | ResponseError]) -> None:
+        for active, result in zip(endings, settled, strict=True):
+            self._unsettled.pop(active, None)
+            self._refused.pop(active, None)
+            if isinstance(result, ResponseError):
+                self._refused[active] = None
+            elif result.outcome == "behind":
+                assert active.transcript is not None, "it had a tail"
+                active.transcript.stands_published(result.published)
+                self._unsettled[active] = None
+            else:
+                self._on_settled(active, result.outcome)
+        if refusal := next((result for result in settled if isinstance(result, ResponseError)), None):
+            self._replies_trouble.hit(refusal)
+        elif not self._refused:
+            self._replies_trouble.over()
+
+    def _take_positions(self, actives: Sequence[ActiveRequest], positions: Sequence[int | None] | ResponseError) -> None:
+        if isinstance(positions, ResponseError):
+            self._frames_trouble.hit(positions)
+            return
+        for active, position in zip(actives, positions, strict=True):
+            self._on_published(active, position)
+        if actives or not self._unpublished:
+            self._frames_trouble.over()
+
+    def _on_published(self, active: ActiveRequest, position: int | None) -> None:
+        transcript = active.transcript
+        assert transcript is not None, "it was published"
+        if position is None:
+            self._unpublished.pop(active, None)
+            self._on_lost(active)
+            return
+        transcript.stands_published(position)
+        active.published_s = time.monotonic()
+        if not transcript.num_unpublished:
+            self._unpublished.pop(active, None)
+
+
+def _by_size(endings: Sequence[ActiveRequest]) -> tuple[dict[ActiveRequest, Settlement], list[ActiveRequest]]:
+    """The replies that any server takes, and whose are larger: those are encoded again in their turn, for many would fill the memory."""
+    small: dict[ActiveRequest, Settlement] = {}
+    large = []
+    for active in endings:
+        settlement = settlement_of(active)
+        if settlement.num_bytes > LEAST_BULK_BYTES:
+            large.append(active)
+        else:
+            small[active] = settlement
+    return small, large
