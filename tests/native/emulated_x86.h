@@ -128,6 +128,13 @@ EMULATED __m512 emulated_scalef_ps(__m512 a, __m512 b) {
     return x.floats;
 }
 
+EMULATED uint16_t emulated_test_epi32_mask(__m512i a, __m512i b) {
+    emulated_register x = {.ints = a}, y = {.ints = b};
+    uint16_t mask = 0;
+    for (int i = 0; i < 16; i++) mask |= (uint16_t)((x.u[i] & y.u[i]) != 0) << i;
+    return mask;
+}
+
 #undef _mm512_reduce_ps
 #define _mm512_loadu_ps emulated_loadu_ps
 #define _mm512_loadu_si512 emulated_loadu_si512
@@ -142,6 +149,7 @@ EMULATED __m512 emulated_scalef_ps(__m512 a, __m512 b) {
 #define _mm512_rcp14_ps emulated_rcp14_ps
 #define _mm512_reduce_ps emulated_reduce_ps
 #define _mm512_scalef_ps emulated_scalef_ps
+#define _mm512_test_epi32_mask emulated_test_epi32_mask
 #endif
 
 /* ---- AVX-512 BF16 ---- */

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from producer.sampling import SamplingParams
-from worker.engine.filters import SampledRows, floors
+from worker.engine.filters import floors
+from worker.engine.heads import HEAD_NATS, SampledRows, find_heads
 from worker.engine.request import Request, Sampled
 from worker.engine.sampler import Sampler
 
@@ -83,7 +84,8 @@ def kept_by_reference(logits: torch.Tensor, *, temperature: float, min_p: float,
 def kept_by_floor(logits: torch.Tensor, *, temperature: float, **params: Any) -> set[int]:
     params = {"temperature": temperature, **params}
     rows = SampledRows(logits[None], logits.max()[None], torch.tensor([temperature]), [SamplingParams(**params)])
-    kept = (logits >= floors(rows)[0]) & (logits > -math.inf)  # what has no chance needs no filter
+    heads = find_heads(rows, rows.top - HEAD_NATS * rows.temperature)
+    kept = (logits >= floors(rows, heads)[0]) & (logits > -math.inf)  # what has no chance needs no filter
     return set(kept.nonzero()[:, 0].tolist())
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from producer.sampling import SamplingParams
-from worker.engine.filters import MASS_BITS, SampledRows, as_mass
+from worker.engine.heads import HEAD_NATS, MASS_BITS, SampledRows, as_mass
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjusts
 from worker.engine.request import Request
-from worker.engine.sampler import HEAD_NATS, MIN_TEMPERATURE
+from worker.engine.sampler import MIN_TEMPERATURE
 
 _TOP_K_SORTED = 1024  # a top-k of at most this sorts so many tokens, any other filter by rank the whole vocabulary
 
@@ -77,11 +77,17 @@ def _draw(rows: SampledRows, keys: Tensor) -> Tensor:
     if not any(_is_unfiltered(p) for p in rows.params):
         return token_ids
     mass = (as_mass(scaled.exp()) * allowed).sum(-1)
-    tail = (rows.total_mass() - mass).clamp_(min=0)
+    tail = (_total_mass(scaled) - mass).clamp_(min=0)
     tail_noise = gumbel(keys, torch.full_like(keys, TAIL_TOKEN))
     tail_best = (tail.double() * 2.0**-MASS_BITS).log().float() + tail_noise
     unlikely_best, unlikely = noisy.masked_fill(allowed, -torch.inf).max(dim=-1)
     return torch.where(unfiltered & (tail_best > best) & (unlikely_best > -torch.inf), unlikely, token_ids)
+
+
+def _total_mass(scaled: Tensor) -> Tensor:
+    """``[rows]`` int64: the mass of whole rows, of which ``scaled`` has the logits, less the likeliest's, over the temperature."""
+    likeliest = torch.softmax(scaled, dim=-1).amax(-1).to(torch.float64)  # softmax reduces each row by itself
+    return (2.0**MASS_BITS / likeliest).to(torch.int64)
 
 
 def _is_unfiltered(params: SamplingParams) -> bool:

@@ -13,14 +13,14 @@ import torch
 
 from producer.sampling import MAX_LOGPROBS
 from producer.wire import TokenLogprob
-from worker.engine.filters import MASS_BITS, SampledRows, as_mass, floors
+from worker.engine.filters import floors
+from worker.engine.heads import HEAD_NATS, MASS_BITS, SampledRows, find_heads
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjust_logits, adjusts
 from worker.engine.request import Request, Sampled
 from worker.engine.structured import forbid_tokens
 
 MIN_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as at 0
-HEAD_NATS = 10.0  # without a filter, tokens within this of the likeliest are drawn one by one, the others as one tail
 _NO_TOKEN = -1
 FAILED = Sampled(error_code="BATCH_FAILED")
 
@@ -40,15 +40,13 @@ class Sampler:
         assert len(requests) == logits.shape[0]
         if not requests:
             return []
-        top, likeliest = logits.max(dim=-1)  # a NaN is greater than all, so the maximum tells of every bad value
-        token_ids: list[int] = torch.where(torch.isfinite(top), likeliest, _NO_TOKEN).tolist()
-        good = [row for row, token in enumerate(token_ids) if token != _NO_TOKEN]
+        top, token_ids = logits.amax(dim=-1), [_NO_TOKEN] * len(requests)
+        good = _finite(top)
         adjusted = [row for row in good if _adjusted(requests[row])]
         if adjusted:
             _put(token_ids, adjusted, _choose_adjusted(_select(logits, adjusted), [requests[row] for row in adjusted]))
-        drawn = [row for row in good if not (_greedy(requests[row]) or _adjusted(requests[row]))]
-        if drawn:
-            _put(token_ids, drawn, _draw(_select(logits, drawn), _select(top, drawn), [requests[row] for row in drawn]))
+        done = set(adjusted)
+        _choose(token_ids, logits, top, requests, [row for row in good if row not in done])
         logprobs = _logprobs_by_row(logits, requests, token_ids)
         return [FAILED if token == _NO_TOKEN else Sampled(token, logprobs.get(row)) for row, token in enumerate(token_ids)]
 
@@ -83,12 +81,24 @@ def _choose_adjusted(logits: torch.Tensor, requests: Sequence[Request]) -> list[
     logits = logits.clone()
     adjust_logits(logits, requests)
     forbid_tokens(logits, [request.grammar for request in requests])
-    top, likeliest = logits.max(dim=-1)
-    token_ids: list[int] = torch.where(torch.isfinite(top), likeliest, _NO_TOKEN).tolist()
-    drawn = [row for row, request in enumerate(requests) if not _greedy(request) and token_ids[row] != _NO_TOKEN]
+    top, token_ids = logits.amax(dim=-1), [_NO_TOKEN] * len(requests)
+    _choose(token_ids, logits, top, requests, _finite(top))
+    return token_ids
+
+
+def _finite(top: torch.Tensor) -> list[int]:
+    """The rows that can be sampled, by their maxima: a NaN is greater than all, so these tell of every bad value."""
+    return [row for row, finite in enumerate(torch.isfinite(top).tolist()) if finite]
+
+
+def _choose(token_ids: list[int], logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request], rows: Sequence[int]) -> None:
+    """Put in the tokens of these rows."""
+    greedy = [row for row in rows if _greedy(requests[row])]
+    if greedy:
+        _put(token_ids, greedy, _select(logits, greedy).argmax(-1).tolist())
+    drawn = [row for row in rows if not _greedy(requests[row])]
     if drawn:
         _put(token_ids, drawn, _draw(_select(logits, drawn), _select(top, drawn), [requests[row] for row in drawn]))
-    return token_ids
 
 
 def _draw(logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request]) -> list[int]:
@@ -101,43 +111,44 @@ def _draw(logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request]) 
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
     rows = SampledRows(logits, top, temperature, params)
     keys = torch.tensor([row_key(request.seed, request.num_tokens) for request in requests], device=logits.device)
-    floor = floors(rows)
     unfiltered = [row for row, p in enumerate(params) if p.top_p == 1.0 and p.top_k <= 0 and p.min_p == 0.0]
     index = torch.tensor(unfiltered, dtype=torch.int64, device=logits.device)
-    floor[index] = top[index] - HEAD_NATS * temperature[index]
-    allowed = logits >= floor[:, None]
-    token_ids, best, mass = _gumbel_max(rows, keys, allowed)
-    if unfiltered:
-        tail = (rows.select(unfiltered).total_mass() - mass[index]).clamp_(min=0)
-        tail_best = (tail.double() * 2.0**-MASS_BITS).log().float() + gumbel(keys[index], torch.full_like(index, TAIL_TOKEN))
-        won = index[tail_best > best[index]].tolist()
-        if won:
-            _put(token_ids, won, _draw_unlikely(rows.select(won), keys[won], ~allowed[won], [token_ids[row] for row in won]))
+    head_floor = top - HEAD_NATS * temperature
+    heads = find_heads(rows, head_floor)
+    if len(unfiltered) < len(params):
+        floor = floors(rows, heads).index_copy_(0, index, head_floor[index])
+        heads = heads.at_least(floor) if bool((floor >= head_floor).all()) else find_heads(rows, floor)
+    token_ids, best = _gumbel_max(rows, keys, heads.row, heads.token, heads.logit)
+    tail_best = (heads.tail[index].double() * 2.0**-MASS_BITS).log().float() + gumbel(keys[index], torch.full_like(index, TAIL_TOKEN))
+    won = index[tail_best > best[index]].tolist()
+    if won:
+        unlikely = rows.logits[won] < head_floor[won, None]
+        _put(token_ids, won, _draw_unlikely(rows.select(won), keys[won], unlikely, [token_ids[row] for row in won]))
     return token_ids
 
 
 def _draw_unlikely(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor, otherwise: Sequence[int]) -> list[int]:
     """One of the tail's tokens a row; ``otherwise`` where all of them are impossible (rounding gave the tail its mass)."""
-    token_ids, best, _ = _gumbel_max(rows, keys, allowed)
+    row, token = allowed.nonzero(as_tuple=True)
+    token_ids, best = _gumbel_max(rows, keys, row, token, rows.logits[allowed])
     possible = (best > -torch.inf).tolist()
     return [token_ids[row] if possible[row] else otherwise[row] for row in range(len(otherwise))]
 
 
-def _gumbel_max(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """The allowed token of each row with the greatest noisy logit, the least id among equals.
+def _gumbel_max(
+    rows: SampledRows, keys: torch.Tensor, row: torch.Tensor, token: torch.Tensor, logit: torch.Tensor
+) -> tuple[list[int], torch.Tensor]:
+    """Of the tokens with these logits the one in each row with the greatest noisy logit, the least id among equals.
 
     Returns:
-        token ids; [rows] float32, the winners' noisy logits; [rows] int64, the mass of the allowed tokens.
+        token ids; [rows] float32, the winners' noisy logits.
     """
-    row, token = allowed.nonzero(as_tuple=True)
-    logit = (rows.logits[allowed] - rows.top[row]) / rows.temperature[row]
-    noisy = logit + gumbel(keys[row], token)
+    noisy = (logit - rows.top[row]) / rows.temperature[row] + gumbel(keys[row], token)
     best = torch.full_like(rows.top, -torch.inf).scatter_reduce_(0, row, noisy, "amax")
     winners = noisy == best[row]
     chosen = torch.full((len(rows.params),), rows.logits.shape[1], device=row.device)
     chosen.scatter_reduce_(0, row[winners], token[winners], "amin")
-    mass = torch.zeros_like(chosen).scatter_add_(0, row, as_mass(logit.exp()))
-    return chosen.tolist(), best, mass
+    return chosen.tolist(), best
 
 
 def _logprobs_by_row(logits: torch.Tensor, requests: Sequence[Request], token_ids: Sequence[int]) -> dict[int, TokenLogprob]:

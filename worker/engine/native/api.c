@@ -3,6 +3,7 @@
 #include "amx.h"
 #include "attention.h"
 #include "decoder.h"
+#include "heads.h"
 
 /* Which kernels were built. */
 const char *headrace_isa(void) {
@@ -51,4 +52,11 @@ int64_t headrace_decoder_workspace_bytes(const struct decoder *decoder, int32_t 
 /* A whole step of a decoder. */
 void headrace_decoder_step(const struct decoder *decoder, const struct step *step, int32_t num_threads, void *workspace) {
     decoder_step(decoder, step, num_threads, workspace);
+}
+
+/* The heads of all rows, joined. */
+void headrace_find_heads(const struct heads *heads, int32_t num_threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
+    for (int row = 0; row < heads->num_rows; row++) find_head(heads, row);
+    join_heads(heads);
 }

@@ -1,4 +1,4 @@
-"""The kernels' functions and structures as ctypes sees them. Field order mirrors ``attention.h``."""
+"""The kernels' functions and structures as ctypes sees them. Field order mirrors the headers'."""
 
 from __future__ import annotations
 
@@ -115,6 +115,25 @@ class StepStruct(ctypes.Structure):
     ]
 
 
+class HeadsStruct(ctypes.Structure):
+    """``struct heads``."""
+
+    _fields_: ClassVar = [
+        ("logits", _POINTER),
+        ("top", _POINTER),
+        ("temperature", _POINTER),
+        ("floor", _POINTER),
+        ("rows", _POINTER),
+        ("tokens", _POINTER),
+        ("values", _POINTER),
+        ("weights", _POINTER),
+        ("count", _POINTER),
+        ("tail", _POINTER),
+        ("num_rows", _INT32),
+        ("vocab", _INT32),
+    ]
+
+
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The library with its functions typed, or None where it cannot be had."""
@@ -135,4 +154,6 @@ def typed(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.headrace_decoder_workspace_bytes.restype = _INT64
     lib.headrace_decoder_step.argtypes = [decoder, ctypes.POINTER(StepStruct), _INT32, _POINTER]
     lib.headrace_decoder_step.restype = None
+    lib.headrace_find_heads.argtypes = [ctypes.POINTER(HeadsStruct), _INT32]
+    lib.headrace_find_heads.restype = None
     return lib

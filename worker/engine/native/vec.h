@@ -44,6 +44,19 @@ static inline vf32 v_set(float x) { return x - (vf32){0}; }
 static inline vi32 v_set_i(int32_t x) { return x - (vi32){0}; }
 static inline vf32 v_select(vi32 mask, vf32 a, vf32 b) { return (vf32)(((vi32)a & mask) | ((vi32)b & ~mask)); }
 
+/* Whether any lane of a comparison's result is true. */
+static inline int v_any(vi32 mask) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= mask[i];
+    return any != 0;
+#endif
+}
+
 /* The larger of a and b; where b is NaN, NaN. */
 static inline vf32 v_max(vf32 a, vf32 b) {
 #ifdef __AVX512F__
