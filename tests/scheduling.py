@@ -217,7 +217,7 @@ class Simulation:
         for chunk in plan.chunks:
             tokens[chunk.request.tier] += chunk.num_tokens
         decodes = sum(chunk.request.tier == "realtime" and chunk.num_tokens == 1 for chunk in plan.chunks)
-        if pace.is_bound(realtime_is_quiet=True):
+        if pace.begin_step(realtime_is_quiet=True):
             assert tokens["batch"] <= pace.batch_tokens(decodes, tokens["realtime"] - decodes), "batch work makes the step too long"
 
     def check_blocks(self) -> None:

@@ -48,7 +48,7 @@ def learnt(
     pace = unlearnt(goal_ms, floor)
     for size in sizes:
         pace.cost.observe(size, base_s + token_s * size)
-    assert pace.is_bound(realtime_is_quiet=quiet)
+    assert pace.begin_step(realtime_is_quiet=quiet)
     return pace
 
 
@@ -59,12 +59,12 @@ VARIED = range(1, 200, 7)
 
 def test_nothing_is_bound_before_anything_is_known_or_without_a_goal() -> None:
     pace, without_goal = unlearnt(), unlearnt(goal_ms=0.0)
-    assert not pace.is_bound(realtime_is_quiet=False)
+    assert not pace.begin_step(realtime_is_quiet=False)
     for each in (pace, without_goal):
         each.cost.observe(10, 0.1)
-    assert pace.is_bound(realtime_is_quiet=False)
-    assert pace.is_bound(realtime_is_quiet=True)
-    assert not without_goal.is_bound(realtime_is_quiet=False)
+    assert pace.begin_step(realtime_is_quiet=False)
+    assert pace.begin_step(realtime_is_quiet=True)
+    assert not without_goal.begin_step(realtime_is_quiet=False)
 
 
 def test_cost_of_steps_of_varied_size_is_learnt() -> None:
@@ -135,7 +135,7 @@ def test_what_realtime_alone_would_take_is_not_learnt_from_steps_beside_a_batch(
     for num_tokens in [7, 9, 12, 8, 10] * 10:  # a full batch costs time of its own
         beside = [ScheduledChunk(batch(4, 100), 4, 1, True) for _ in range(num_tokens - 4)]
         pace.observe(StepPlan(decodes + beside), 0.034 + 0.0005 * num_tokens)
-    assert pace.is_bound(realtime_is_quiet=False)
+    assert pace.begin_step(realtime_is_quiet=False)
     assert pace.batch_tokens(4) <= 2
 
 

@@ -65,8 +65,8 @@ class Step:
     Attributes:
         budget: tokens left.
         is_bounded: whether batch work is bounded for realtime's sake (`pace`).
-        batch_budget: tokens that the batch tier may add to its decodes then.
-        turns: its decodes, which take turns then.
+        batch_budget: tokens of prefills that the batch tier may still add to a bounded step.
+        turns: batch decodes that wait for their turn in a bounded step.
         in_flight: prefix keys of the blocks that this step computes.
         put_aside: waiting requests that wait for blocks in flight, until the next step.
     """

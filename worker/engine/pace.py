@@ -17,8 +17,8 @@ from worker.engine.request import Request, StepPlan
 
 LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch work is bounded as if realtime were there
 MAX_SLOWDOWN = 1.25  # where realtime's decodes alone take longer than the goal, batch work may make their step so much longer
-QUIET_GOALS = 4.0  # of a step without realtime, in goals,
-QUIET_BASES = 20.0  # or in times the base that every step costs, if that is more: so the bound costs a twentieth of throughput at most
+QUIET_GOALS = 4.0  # without realtime a step may take this many goals,
+QUIET_BASES = 20.0  # or this many times the base that every step costs, if that is more: the bound costs a twentieth of throughput at most
 QUIET_TOKENS = 2  # that a step without realtime may always hold: where all hold one, nothing is learnt of what more would cost
 MEMORY = 0.95  # weight of a step's figures relative to those of the step after it
 PRIOR = 0.25  # sizes of steps that vary by less than this share of their mean say little new about what a token costs
@@ -87,20 +87,18 @@ class Pace:
         if all(chunk.num_tokens == 1 and chunk.request.tier == "realtime" for chunk in plan.chunks):
             self._cost_alone.observe(plan.num_tokens, seconds)
 
-    def is_bound(self, *, realtime_is_quiet: bool) -> bool:
-        """Whether this step's batch work is bounded, for which steps' cost must be known; to be asked before the step's bounds are."""
-        if not self._goal_s or not self.cost.is_known:
-            return False
+    def begin_step(self, *, realtime_is_quiet: bool) -> bool:
+        """Note whether realtime is there; returns whether the step's batch work is bounded, for which steps' cost must be known."""
         if not realtime_is_quiet:
             self._realtime_seen_s = self._clock()
-        return True
+        return bool(self._goal_s) and self.cost.is_known
 
     def batch_tokens(self, num_decodes: int, prefill_tokens: int = 0) -> int:
-        """How many tokens the batch tier may compute in a step beside so many decodes and tokens of prefills of realtime's; at least 1."""
+        """Tokens the batch tier may compute in a step that also holds so many realtime decodes and prefill tokens; at least 1."""
         return max(self._max_tokens(num_decodes) - num_decodes - prefill_tokens, self.floor_tokens(num_decodes))
 
     def floor_tokens(self, num_decodes: int) -> int:
-        """How many of them no prefill of realtime's takes away; at least 1, for the bound alone starves nobody."""
+        """How many of `batch_tokens` realtime's prefills must leave; at least 1, for the bound alone starves nobody."""
         return max(math.ceil(self._floor * self._max_tokens(num_decodes)), 1)
 
     def take_turns(self, requests: list[Request], count: int) -> set[Request]:

@@ -246,7 +246,7 @@ class Scheduler:
 
         Where batch work is bounded its decodes are left for `_plan_turns`.
         """
-        bounded = self.pace.is_bound(realtime_is_quiet=self._admission.realtime_is_quiet)
+        bounded = self.pace.begin_step(realtime_is_quiet=self._admission.realtime_is_quiet)
         decodes: list[ScheduledChunk] = []
         prefills = []
         for request in self._running:
@@ -266,25 +266,26 @@ class Scheduler:
 
         They take turns where not all are; who sits a step out keeps its blocks.
         """
-        others = len(step.decodes)
-        tokens = self.pace.batch_tokens(others, self.config.max_batch_tokens - step.budget - others)
+        num_realtime = len(step.decodes)
+        num_prefilled = self.config.max_batch_tokens - step.budget - num_realtime
+        tokens = self.pace.batch_tokens(num_realtime, num_prefilled)
         waiting = step.turns
-        while (left := min(tokens - len(step.decodes) + others, step.budget)) > 0 and waiting:
+        while waiting and (room := min(tokens - (len(step.decodes) - num_realtime), step.budget)) > 0:
             waiting = [chunk for chunk in waiting if chunk.request.status is RequestStatus.RUNNING]
-            held = self.pace.take_turns([chunk.request for chunk in waiting], left)
+            held = self.pace.take_turns([chunk.request for chunk in waiting], room)
             self._add_decodes(step, [chunk for chunk in waiting if chunk.request not in held])
             waiting = [chunk for chunk in waiting if chunk.request in held]  # whoever was preempted leaves a turn to them
-        num_decodes = len(step.decodes) - others
+        num_decodes = len(step.decodes) - num_realtime
         step.batch_budget = max(tokens - num_decodes, 0)
         return num_decodes
 
     def _add_decodes(self, step: Step, decodes: list[ScheduledChunk]) -> None:
-        size, others = self._block_size, len(step.decodes)
+        size, num_before = self._block_size, len(step.decodes)
         step.decodes += decodes
         growing = [request for request, start, _, _ in decodes if start == len(request.block_ids) * size]
         if growing:
             self._grow_decodes(step, growing)
-        step.budget -= len(step.decodes) - others
+        step.budget -= len(step.decodes) - num_before
 
     def _grow_decodes(self, step: Step, growing: list[Request]) -> None:
         while self._blocks.pool.num_available < len(growing):
@@ -300,16 +301,18 @@ class Scheduler:
         quiet = self._admission.realtime_is_quiet
         realtime = [request for request in prefills if request.tier == "realtime"]
         batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
-        shares, left = self._shares, step.budget
         num_batch_decodes = 0 if step.is_bounded else self._running.count["batch"] - len(batch)
-        floor_tokens = self.pace.floor_tokens(len(step.decodes)) if step.is_bounded else shares.floor_tokens - num_batch_decodes
-        wanted = batch or step.turns or self._admission.may_fill_floor(step)
-        floor = max(0, min(floor_tokens, left // 2)) if wanted else 0
-        self._plan_prefills(step, realtime, self._admission.admit_realtime, left - floor)
+        floor = self._batch_floor(step, num_batch_decodes) if batch or step.turns or self._admission.may_fill_floor(step) else 0
+        self._plan_prefills(step, realtime, self._admission.admit_realtime, step.budget - floor)
         if step.is_bounded:
             num_batch_decodes = self._plan_turns(step)
-        share = left if quiet else max(shares.batch_tokens - num_batch_decodes, floor)
+        share = step.budget if quiet else max(self._shares.batch_tokens - num_batch_decodes, floor)
         self._plan_prefills(step, batch, self._admission.admit_batch, min(step.budget, share, step.batch_budget))
+
+    def _batch_floor(self, step: Step, num_batch_decodes: int) -> int:
+        """How many of the tokens that are left realtime prefills must leave to batch work that wants them; half of them at most."""
+        floor_tokens = self.pace.floor_tokens(len(step.decodes)) if step.is_bounded else self._shares.floor_tokens - num_batch_decodes
+        return max(0, min(floor_tokens, step.budget // 2))
 
     def _plan_static(self, step: Step, prefills: list[Request]) -> None:
         """Fill a batch when the last one has ended, then run its prefills in order; nobody enters meanwhile."""
@@ -325,21 +328,21 @@ class Scheduler:
         Running prefills go on in order, then newcomers enter in theirs, as long as there is budget. Long ones (see
         `LONG_PREFILL_STEPS`) leave half of the budget to the others, if these want it, and take turns.
         """
-        others = step.budget - budget
+        reserved = step.budget - budget  # for the other tier
         long = [request for request in prefills if self._is_long(request)]
         kept = budget // 2 if long else 0
         for request in prefills:
             if not self._is_long(request):
-                self._plan_chunk(step, request, step.budget - others - kept)
-        while step.budget - others > kept and (newcomer := admit(step)) is not None:
+                self._plan_chunk(step, request, step.budget - reserved - kept)
+        while step.budget - reserved > kept and (newcomer := admit(step)) is not None:
             if self._is_long(newcomer):
                 long.append(newcomer)
                 kept = budget // 2
             else:
-                self._plan_chunk(step, newcomer, step.budget - others - kept)
+                self._plan_chunk(step, newcomer, step.budget - reserved - kept)
         first = self._num_steps % len(long) if long else 0
         for request in long[first:] + long[:first]:
-            self._plan_chunk(step, request, step.budget - others)
+            self._plan_chunk(step, request, step.budget - reserved)
 
     def _is_long(self, request: Request) -> bool:
         return request.num_owed_tokens > LONG_PREFILL_STEPS * self.config.max_batch_tokens
