@@ -161,7 +161,8 @@ class FakeEngine:
         return SchedulerStats(
             running_realtime=sum(request.tier == "realtime" for request in self._running),
             running_batch=sum(request.tier == "batch" for request in self._running),
-            waiting_realtime=len(self._waiting),
+            waiting_realtime=sum(request.tier == "realtime" for request in self._waiting),
+            waiting_batch=sum(request.tier == "batch" for request in self._waiting),
             used_blocks=used,
             free_blocks=self._max_batch_size - used,
             total_blocks=self._max_batch_size,

@@ -19,6 +19,7 @@ import redis
 from producer.keys import GROUP, TIERS, Keys
 from tests.fakes import FakeEngine
 from worker.config import WorkerConfig
+from worker.metrics import WorkerMetrics
 from worker.publisher import OnEnd
 from worker.reload import CheckModel, LoadModel
 from worker.worker import Worker
@@ -44,12 +45,13 @@ def worker_thread(
     load: LoadModel | None = None,
     on_end: OnEnd | None = None,
     check_model: CheckModel = lambda _: None,
+    metrics: WorkerMetrics | None = None,
     **config: Any,
 ) -> Iterator[Worker]:
     """A worker in this process, with ``engine`` or what ``load`` makes; drained at the end."""
     settings = WorkerConfig(redis_url=url, queue=queue, **{"lease_s": 2.0, "drain_s": 5.0} | config)
     make = load or (lambda model: engine if engine is not None else FakeEngine(model))
-    worker = Worker(settings, make, on_end=on_end, check_model=check_model)
+    worker = Worker(settings, make, metrics, on_end=on_end, check_model=check_model)
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(worker.run()), daemon=True)
     thread.start()
@@ -64,7 +66,7 @@ def worker_thread(
 def idle(worker: Worker) -> bool:
     """It holds no request, and nothing is left in its engine."""
     stats = worker.loop.stats
-    return len(worker.registry) == 0 and stats.used_blocks == 0 and stats.waiting_realtime == 0
+    return len(worker.registry) == 0 and stats.used_blocks == stats.waiting_realtime == stats.waiting_batch == 0
 
 
 class WorkerProcess:

@@ -73,7 +73,7 @@ def sample_of(active: ActiveRequest) -> RequestSample:
     step_s, first_s, last_s = active.first_step_s, active.first_token_s, active.last_token_s
     whole = start is not None and not active.resumed
     return RequestSample(
-        tier=active.delivery.tier,
+        tier=active.tier,
         source=active.source,
         finish_reason=outcome.finish_reason if isinstance(outcome, Result) else None,
         error_code=outcome.code if isinstance(outcome, HeadraceError) else None,
@@ -92,7 +92,7 @@ def log_end(active: ActiveRequest, became: str, *, with_text: bool) -> None:
 
 def _figures(active: ActiveRequest) -> dict[str, object]:
     outcome, start, delivery = active.outcome, active.start, active.delivery
-    fields: dict[str, object] = {"id": active.id, "tier": delivery.tier, "source": active.source, "attempt": delivery.attempt}
+    fields: dict[str, object] = {"id": active.id, "tier": active.tier, "source": active.source, "attempt": delivery.attempt}
     if active.outputs is not None:
         fields |= {"prompt_tokens": active.outputs.gather.num_prompt_tokens, "completion_tokens": active.outputs.num_tokens}
     if start is not None:

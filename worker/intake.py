@@ -301,10 +301,11 @@ class Intake:
 
     def _hand_over(self, active: ActiveRequest, chunks: list[Chunk]) -> None:
         wire_request = decode_request(active.delivery.fields, active.delivery.tier)
+        active.tier = tier_of(wire_request, self._config.routes)
         engine = self._loop.engine
         if wire_request.params.n > engine.config.max_batch_size:
             raise fail("n", f"at most {engine.config.max_batch_size}, this worker's batch")
-        requests = engine.inputs.prepare_all(replace(wire_request, tier=tier_of(wire_request, self._config.routes)))
+        requests = engine.inputs.prepare_all(replace(wire_request, tier=active.tier))
         engine.inputs.check_resumable([token for chunk in chunks for token in chunk.token_ids])
         outputs = Outputs(active.id, requests, engine.make_detokenizer)
         outputs.resume(chunks)
@@ -312,7 +313,7 @@ class Intake:
         with self._registry.lock:  # an order to end it comes before or after both
             if self._registry.activate(active, outputs):
                 self._loop.add(requests)
-        self._metrics.tokens(requests[0].tier, prompt=outputs.gather.num_prompt_tokens)
+        self._metrics.tokens(active.tier, prompt=outputs.gather.num_prompt_tokens)
         if outputs.num_resumed:
             self._metrics.resumed(outputs.num_resumed)
             log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=outputs.num_resumed)

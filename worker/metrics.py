@@ -4,6 +4,8 @@ Names carry vLLM's suffixes under ``headrace:``, so that its dashboards carry ov
 ``worker`` is this process's own name, ``tier``, ``code``, ``finished_reason``, ``kind`` and ``state`` are closed sets, and
 ``source``, which callers choose, is counted under its own name only where the operator lists it.
 
+A request counts in the tier that it is served in, which a route may have chosen; what is said of the queue is by stream.
+
 Every series is made and bound when `WorkerMetrics` is, at zero: an update is an addition under a lock, with no lookup of
 labels, and a rate is right from the first event on.
 """
@@ -180,8 +182,10 @@ class WorkerMetrics:
     def _make_engine(self, make: _Factory) -> None:
         info_labels = ["worker", "model_name", "device", "dtype", "version"]
         self._info = Gauge(PREFIX + "worker_info", "What this worker serves; always 1.", info_labels, registry=self.registry)
-        self._running = make.gauges("num_requests_running", "Requests in the batch.", "tier", TIERS)
-        self._waiting = make.gauges("num_requests_waiting", "Requests the worker holds that are not in the batch.", "tier", TIERS)
+        self._running = make.gauges("num_requests_running", "Requests in the batch, by the tier they are served in.", "tier", TIERS)
+        self._waiting = make.gauges(
+            "num_requests_waiting", "Requests the worker holds that are not in the batch; those not begun by stream.", "tier", TIERS
+        )
         self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV cache blocks in use by requests; 1 is all.")
         self._blocks = make.gauges("kv_cache_blocks", "KV cache blocks by state.", "state", BLOCK_STATES)
         self._memory = make.gauges("device_memory_bytes", "Memory of the device, by kind.", "kind", MEMORY_KINDS)
@@ -212,9 +216,11 @@ class WorkerMetrics:
 
     def _make_stream(self, make: _Factory) -> None:
         self._redis_up = make.gauge("redis_up", "1 while Redis serves the worker, 0 while it is waited out.")
-        self._queue_depth = make.gauges("queue_depth", "Requests on the stream that no worker has taken.", "tier", TIERS)
-        self._queue_pending = make.gauges("queue_pending", "Requests on the stream that some worker holds.", "tier", TIERS)
-        self._oldest = make.gauges("queue_oldest_age_seconds", "Age of the oldest request that no worker has taken.", "tier", TIERS)
+        self._queue_depth = make.gauges("queue_depth", "Requests on the tier's stream that no worker has taken.", "tier", TIERS)
+        self._queue_pending = make.gauges("queue_pending", "Requests on the tier's stream that some worker holds.", "tier", TIERS)
+        self._oldest = make.gauges(
+            "queue_oldest_age_seconds", "Age of the oldest request on the tier's stream that no worker has taken.", "tier", TIERS
+        )
         self._renewals = make.counter("lease_renewals", "Leases renewed, one a request.")
         self._losses = make.counter("lease_losses", "Leases found to belong to another worker.")
         self._resumes = make.counter("resumes", "Requests continued from the tokens of an earlier attempt.")

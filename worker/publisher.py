@@ -186,9 +186,9 @@ class Publisher:
     def _time(self, active: ActiveRequest, output: Output, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
             return
-        self._metrics.tokens(active.delivery.tier, generation=num_tokens)
+        self._metrics.tokens(active.tier, generation=num_tokens)
         if output.last_token_s is not None:
-            self._metrics.inter_token(active.delivery.tier, now_s - output.last_token_s, num_tokens)
+            self._metrics.inter_token(active.tier, now_s - output.last_token_s, num_tokens)
         elif active.first_token_s is None:
             self._time_first(active, now_s)
         output.last_token_s = active.last_token_s = now_s
@@ -197,7 +197,7 @@ class Publisher:
         active.first_token_s = now_s
         if active.start is not None and not active.resumed:
             active.delivery.first_token_ms = active.start.redis_ms(now_s)
-            self._metrics.first_token(active.delivery.tier, active.start.since_enqueued_ms(now_s) / 1000)
+            self._metrics.first_token(active.tier, active.start.since_enqueued_ms(now_s) / 1000)
 
     def _abort(self, active: ActiveRequest) -> None:
         """Have the engine forget all of it."""

@@ -60,6 +60,7 @@ class ActiveRequest:
     `end`, `streamed` and `delivery`, which others set under the registry's lock.
 
     Attributes:
+        tier: that it is served in: its stream's until it is begun, then what a route made of that.
         outputs: what the engine makes of it; None until it is given to the engine.
         streamed: somebody reads along, so every step is published.
         end: why it is to end before its time.
@@ -71,6 +72,7 @@ class ActiveRequest:
     """
 
     delivery: Delivery
+    tier: Tier = field(init=False)
     outputs: Outputs | None = None
     start: Start | None = None
     source: str = ""
@@ -83,6 +85,9 @@ class ActiveRequest:
     published_s: float = field(default_factory=time.monotonic)
     num_refusals: int = 0
     gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.tier = self.delivery.tier
 
     @property
     def id(self) -> str:

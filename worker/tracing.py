@@ -94,7 +94,7 @@ class RequestTracer:
             "messaging.message.id": active.id,
             "gen_ai.provider.name": "headrace",
             "gen_ai.request.id": active.id,
-            "headrace.tier": active.delivery.tier,
+            "headrace.tier": active.tier,
             "headrace.source": active.source,
             "headrace.attempt": active.delivery.attempt,
             **_asked(active),
