@@ -121,6 +121,7 @@ class FakeEngine:
         self.model_name = model or "fake"
         self.config = EngineConfig(max_batch_size=max_batch_size)
         self.inputs = FakeInputs()
+        self.kernels: dict[str, str | bool] = {}
         self.has_cache = True
         self.step_s = step_s
         self._max_batch_size = max_batch_size

@@ -62,6 +62,11 @@ class EngineLike(Protocol):
     @property
     def dtype_name(self) -> str: ...
     @property
+    def kernels(self) -> Mapping[str, str | bool]:
+        """What serves its steps, by names of its own; for the log."""
+        ...
+
+    @property
     def last_step(self) -> StepSample | None:
         """The last step that computed anything."""
         ...

@@ -131,7 +131,7 @@ class Reloader:
         self._model, self._error = model, ""
         engine = loop.engine
         self._core.metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
-        log.info("reloaded", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **blocks)
+        log.info("reloaded", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **engine.kernels, **blocks)
 
     def _fail(self, model: str, reason: str, **blocks: int) -> None:
         self._error = reason

@@ -160,7 +160,7 @@ class Worker:
     def _tell_model(self) -> None:
         engine = self.loop.engine  # not in `_serve`, whose variables live on when another engine has taken over
         self._metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
-        log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name)
+        log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **engine.kernels)
 
     def _count_step(self, step: StepSample, stats: SchedulerStats) -> None:
         self._metrics.step(seconds=step.seconds, idle_seconds=step.idle_seconds, batch_size=step.batch_size, num_tokens=step.num_tokens)

@@ -61,27 +61,25 @@ def model(request: pytest.FixtureRequest) -> Iterator[Model]:
 
 
 def test_output_is_that_of_transformers(model: Model) -> None:
-    from worker.engine.attention import triton_backend  # triton is there where CUDA is
-
     loop = Loop(model.loaded, random.Random(0), **SETTINGS)
-    assert loop.runner._backend is triton_backend.attend
-    assert (loop.runner._fused is not None) == (model.loaded.name in FUSED)
-    if model.loaded.name in WITHOUT_HOST:
-        assert loop.runner._graphs is not None
+    kernels = loop.runner.kernels
+    assert (kernels.attention, kernels.fused) == ("triton", model.loaded.name in FUSED)
+    assert kernels.cuda_graphs or model.loaded.name not in WITHOUT_HOST
     model.check(loop)
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_output_is_that_of_transformers_by_its_own_modules(model: Model, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engine.model_runner.ModelRunner._fuse", lambda _: None)
+    monkeypatch.setattr("worker.engine.fused.cuda_decoder.fuse", lambda *_: None)
     loop = Loop(model.loaded, random.Random(0), cuda_graphs=cuda_graphs, **SETTINGS)
-    assert (loop.runner._graphs is not None) == cuda_graphs or model.loaded.name not in WITHOUT_HOST
+    assert not loop.runner.kernels.fused
+    assert loop.runner.kernels.cuda_graphs == cuda_graphs or model.loaded.name not in WITHOUT_HOST
     model.check(loop)
 
 
 def test_output_is_that_of_transformers_without_graphs(model: Model) -> None:
     loop = Loop(model.loaded, random.Random(0), cuda_graphs=False, **SETTINGS)
-    assert loop.runner._graphs is None
+    assert not loop.runner.kernels.cuda_graphs
     model.check(loop)
 
 
@@ -97,8 +95,7 @@ def test_bfloat16_takes_tokens_that_are_nearly_the_likeliest(model: Model) -> No
     loaded = prepare_model(copy.deepcopy(model.own).to("cuda", torch.bfloat16), None, model.loaded.name)
     requests = [greedy_request(i, prompt, MAX_TOKENS) for i, prompt in enumerate(model.prompts)]
     loop = AheadLoop(loaded, **SETTINGS)
-    assert (loop.runner._fused is not None) == (model.loaded.name in FUSED)
-    assert loop.runner._graphs is not None
+    assert loop.runner.kernels == ("triton", model.loaded.name in FUSED, True)
     loop.run(requests)
     losses = []
     for request in requests:
@@ -233,9 +230,9 @@ def test_a_lent_cache_leaves_the_device_and_changes_no_output() -> None:
         return [item.output_token_ids for item in requests]
 
     expected, cache_bytes = outputs(), sum(tensor.nbytes for pair in engine._runner.cache.layers for tensor in pair)
-    captured, free_before = engine._runner._graphs is not None, torch.cuda.mem_get_info()[0]
+    kernels, free_before = engine.kernels, torch.cuda.mem_get_info()[0]
     engine.release_cache()
     assert torch.cuda.mem_get_info()[0] - free_before >= 0.9 * cache_bytes, "given back to the driver, where another engine looks"
     engine.restore_cache()
-    assert (engine._runner._graphs is not None) == captured
+    assert engine.kernels == kernels
     assert outputs() == expected

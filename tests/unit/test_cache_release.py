@@ -11,7 +11,6 @@ import torch
 from tests.tiny_engine import assert_idle, byte_tokenizer, loaded_model, request, run, tiny_engine
 from tests.tiny_models import tiny_model
 from worker.engine.engine import Engine
-from worker.engine.fused.decoder import FusedDecoder
 from worker.engine.model_loader import LoadedModel, prepare_model
 from worker.engine.native.library import kernels
 from worker.engine.request import Request
@@ -70,7 +69,7 @@ def fusible() -> LoadedModel:
 @pytest.mark.skipif(kernels() is None, reason="no C compiler")
 def test_a_fused_decoder_lets_the_lent_cache_go() -> None:
     engine = tiny_engine(fusible())
-    assert isinstance(engine._runner._fused, FusedDecoder)
+    assert engine.kernels == {"attention": "cpu", "fused": True, "cuda_graphs": False}
     check_lent(engine)
 
 

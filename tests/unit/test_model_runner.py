@@ -16,7 +16,7 @@ from producer.wire import Kind
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.config import EngineConfig
 from worker.engine.model_loader import LoadedModel, prepare_model
-from worker.engine.model_runner import ModelRunner
+from worker.engine.model_runner import Kernels, ModelRunner
 from worker.engine.request import Request, Sampled, ScheduledChunk, StepPlan
 
 LENGTHS = (30, 1, 17)
@@ -155,6 +155,11 @@ def test_a_step_that_fails_changes_no_request_and_may_be_run_again(runner: Model
     assert (scored.score, embedded.pooled) == (0.0, None)
     runner.run(plan)
     assert scored.score == pytest.approx(expected[0][0].score, rel=1e-6)
+
+
+def test_it_says_what_serves(own: Any) -> None:
+    runner = ModelRunner(prepare_model(copy.deepcopy(own), None, "tiny"), EngineConfig(num_blocks=16, attention="torch"))
+    assert runner.kernels == Kernels(attention="torch", fused=False, cuda_graphs=False)
 
 
 def test_the_probe_leaves_the_cache_clean(own: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -79,6 +79,11 @@ class Engine:
     @property
     def dtype_name(self) -> str:
         return str(self._loaded.dtype).removeprefix("torch.")
+
+    @property
+    def kernels(self) -> Mapping[str, str | bool]:
+        """What serves its steps: the fields of `model_runner.Kernels`."""
+        return self._runner.kernels._asdict()
 
     def add(self, request: Request) -> None:
         """Take a request in; one that brings output goes on behind it.

@@ -56,6 +56,20 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor
 
 
+class Kernels(NamedTuple):
+    """What serves the steps.
+
+    Attributes:
+        attention: the name of the backend: ``cpu``, ``triton``, ``flashinfer`` or ``torch``.
+        fused: a fused decoder computes the layers, not the model's own modules.
+        cuda_graphs: decode steps are replayed as captured graphs.
+    """
+
+    attention: str
+    fused: bool
+    cuda_graphs: bool
+
+
 class ModelRunner:
     """Owns the model, the KV cache and the step's buffers; used by the engine's thread alone.
 
@@ -88,6 +102,11 @@ class ModelRunner:
         self._probe()
         self._warn_of_slow_dtype()
         self._capture()
+
+    @property
+    def kernels(self) -> Kernels:
+        """What serves now; whatever failed when it was tried has given way."""
+        return Kernels(_name_of(self._backend), self._fused is not None, self._graphs is not None)
 
     def release_cache(self) -> None:
         """Give back the memory of the KV cache, with what it holds, and of the graphs over it. No step until `restore_cache`."""
@@ -281,6 +300,11 @@ def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], config: En
     if wanted == "auto" and device.type == "cuda" and triton_attention is not None:
         return triton_attention
     return torch_backend.attend
+
+
+def _name_of(backend: AttentionBackend) -> str:
+    """That of its module, which is ``<name>_backend``."""
+    return backend.__module__.rpartition(".")[2].removesuffix("_backend")
 
 
 def _triton_attention() -> AttentionBackend | None:
