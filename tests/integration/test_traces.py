@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from producer.errors import HeadraceError, QueueFull
 from producer.keys import Keys
 from tests.fakes import FAIL, expected_text
 from tests.servers import Server
-from tests.workers import eventually, worker_thread
+from tests.workers import PATIENCE_S, eventually, worker_thread
 from worker.config import WorkerConfig
 from worker.embedded import embedded_queue
 from worker.tracing import MAX_FIELD_BYTES, RequestTracer, exporting_to
@@ -272,19 +271,23 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Receiver:
-    """An OTLP receiver on a port of its own: spans by service."""
+    """An OTLP receiver on a port of its own: spans by service. It answers while ``may_answer`` is set; ``asked`` is, once it was."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, Any]] = []
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        received = self.received
+        receiver = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
-                received.extend(_spans_by_service(request))
+                receiver.asked.set()
+                receiver.may_answer.wait()
+                receiver.received.extend(_spans_by_service(request))
                 self.send_response(200)
                 self.send_header("Content-Type", "application/x-protobuf")
                 self.end_headers()
@@ -310,16 +313,26 @@ def _spans_by_service(request: ExportTraceServiceRequest) -> Iterator[tuple[str,
             yield from ((names["service.name"], span) for span in scope.spans)
 
 
-def test_collector_that_never_answers_holds_nothing_up(server: Server, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_that_does_not_answer_holds_up_neither_requests_nor_the_end(
+    server: Server, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # milliseconds until the first span is sent
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "100000")  # seconds: longer than a test may take
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+    monkeypatch.setattr("worker.tracing.FLUSH_S", 0.1)
+    receiver = Receiver()
+    receiver.may_answer.clear()
+    with receiver.serving() as url:
         with (
             exporting_to(url, WorkerConfig(queue=queue)) as tracer,
             worker_thread(server.url, queue, on_end=tracer.record),
             Client(server.url, queue=queue) as client,
         ):
-            client.submit_and_wait("hello", max_tokens=2, timeout=30)
+            client.submit_and_wait("first", max_tokens=2, timeout=30)
+            assert receiver.asked.wait(PATIENCE_S)
+            assert client.submit_and_wait("second", max_tokens=2, timeout=30).text == expected_text("second", 2)
+        assert receiver.received == []
+        receiver.may_answer.set()
+        eventually(lambda: sum(span.name == "llm_request" for _, span in receiver.received) == 2, "nothing is lost")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 from producer.errors import Cancelled
 from producer.keys import Tier
 from tests.fakes import FakeDetokenizer
+from tests.memory import num_alive
 from tests.scheduling import make_request
 from worker import ahead as module
 from worker.ahead import TURN, WaitingAhead
@@ -116,12 +117,10 @@ def test_the_latest_half_is_given_to_others_and_a_single_one() -> None:
     assert ahead_of().latest() == []
 
 
-def test_those_that_left_are_forgotten_when_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MIN_SETTLED", 4)
-    ahead, registry = WaitingAhead(0), Registry()
-    ahead._settle_above = 4
-    for _ in range(100):
+def test_those_that_left_are_forgotten_when_they_ended() -> None:
+    ahead, registry, before = WaitingAhead(0), Registry(), num_alive(ActiveRequest)
+    for _ in range(2_000):
         request = registry.enter(active().delivery)
         ahead.pass_by(request)
         registry.drop(request)
-    assert len(ahead._left) <= 5
+    assert num_alive(ActiveRequest) - before < 500

@@ -11,17 +11,20 @@ from worker.engine.block_pool import BlockPool, CpuBlockPool
 from worker.engine.prefix_index import ROOT, PrefixIndex
 
 
+def make_index() -> PrefixIndex:
+    return PrefixIndex(block_size=2, salt=b"salt")
+
+
 def make_pool(num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, PrefixIndex(block_size=2, salt=b"salt"))
+    return BlockPool(num_blocks, make_index())
 
 
 def record(pool: BlockPool, block_id: int, name: bytes, parent: int = ROOT) -> int:
     return pool.record(block_id, b"key-" + name, parent, name)
 
 
-def find(pool: BlockPool, name: bytes, parent: int = ROOT) -> tuple[int, int] | None:
-    assert pool._index is not None
-    return pool._index.find(b"key-" + name, parent, name)
+def find(index: PrefixIndex, name: bytes, parent: int = ROOT) -> tuple[int, int] | None:
+    return index.find(b"key-" + name, parent, name)
 
 
 def test_blocks_are_given_and_taken_back() -> None:
@@ -46,7 +49,8 @@ def test_a_block_released_twice_is_a_bug() -> None:
 
 
 def test_a_recorded_block_is_cached_until_it_is_needed_then_the_least_recently_used_goes_first() -> None:
-    pool = make_pool(3)
+    index = make_index()
+    pool = BlockPool(3, index)
     a, b, c = pool.allocate(3, pinned=False) or []
     for block, name in ((a, b"a"), (b, b"b"), (c, b"c")):
         record(pool, block, name)
@@ -55,8 +59,8 @@ def test_a_recorded_block_is_cached_until_it_is_needed_then_the_least_recently_u
     pool.share([a], pinned=False)  # used again, so now the most recent
     pool.release([a], pinned=False)
     assert pool.allocate(2, pinned=False) == [b, c]
-    assert find(pool, b"a") is not None
-    assert find(pool, b"b") is None
+    assert find(index, b"a") is not None
+    assert find(index, b"b") is None
 
 
 def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
@@ -70,25 +74,26 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
 
 
 def test_a_second_block_of_the_same_prefix_is_not_recorded() -> None:
-    pool = make_pool(2)
+    index = make_index()
+    pool = BlockPool(2, index)
     first, second = pool.allocate(2, pinned=False) or []
     node = record(pool, first, b"a")
     assert record(pool, second, b"a") == node
     pool.release([second], pinned=False)
     assert pool.num_free == 1
-    assert find(pool, b"a") == (first, node)
+    assert find(index, b"a") == (first, node)
 
 
 def test_a_key_that_collides_finds_neither_prefix_of_another() -> None:
-    pool = make_pool(2)
+    index = make_index()
+    pool = BlockPool(2, index)
     first, second = pool.allocate(2, pinned=False) or []
     pool.record(first, b"same key", ROOT, b"mine")
-    assert pool._index is not None
-    assert pool._index.find(b"same key", ROOT, b"yours") is None
+    assert index.find(b"same key", ROOT, b"yours") is None
     pool.release([first], pinned=False)
     node = pool.record(second, b"same key", ROOT, b"yours")
-    assert pool._index.find(b"same key", ROOT, b"yours") == (second, node)
-    assert pool._index.find(b"same key", ROOT, b"mine") is None
+    assert index.find(b"same key", ROOT, b"yours") == (second, node)
+    assert index.find(b"same key", ROOT, b"mine") is None
     assert (pool.num_free, pool.num_cached) == (1, 0), "the loser of the key is plainly free"
 
 
@@ -107,19 +112,20 @@ def test_content_below_another_prefix_is_not_found_even_where_the_keys_collide()
 
 
 def test_a_block_whose_prefix_was_evicted_is_found_again_below_the_new_one() -> None:
-    pool = make_pool(4)
+    index = make_index()
+    pool = BlockPool(4, index)
     first, tail = pool.allocate(2, pinned=False) or []
     record(pool, tail, b"tail", record(pool, first, b"first"))
     pool.release([first], pinned=False)
     assert first in (pool.allocate(3, pinned=False) or []), "its prefix is gone, it is still in use"
     new_node = record(pool, first, b"first")
-    assert find(pool, b"tail", new_node) is None
+    assert find(index, b"tail", new_node) is None
     node = record(pool, tail, b"tail", new_node)
-    assert find(pool, b"tail", new_node) == (tail, node)
+    assert find(index, b"tail", new_node) == (tail, node)
 
 
 def test_keys_depend_on_salt_tokens_and_all_that_comes_before() -> None:
-    def keys(salt: bytes, token_ids: list[int]) -> list[bytes]:
+    def keys(salt: bytes | None, token_ids: list[int]) -> list[bytes]:
         index, chain = PrefixIndex(block_size=2, salt=salt), list[bytes]()
         index.extend_keys(chain, index.contents(token_ids))
         return chain
@@ -130,7 +136,7 @@ def test_keys_depend_on_salt_tokens_and_all_that_comes_before() -> None:
     assert keys(b"t", [1, 2, 3, 4])[1] != base[1]
     assert keys(b"s", [9, 2, 3, 4])[1] != base[1]
     assert keys(b"s", [3, 4])[0] != base[1]
-    assert PrefixIndex(2)._salt != PrefixIndex(2)._salt
+    assert keys(None, [1, 2]) != keys(None, [1, 2]), "each index has a salt of its own"
 
 
 def test_pinned_blocks_are_counted_once() -> None:
@@ -163,7 +169,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 12))
     def make(self, num_blocks: int) -> None:
-        self.pool = make_pool(num_blocks)
+        self.index = make_index()
+        self.pool = BlockPool(num_blocks, self.index)
         self.tables: list[tuple[list[int], bool]] = []
         self.recorded: dict[int, bytes] = {}
 
@@ -196,7 +203,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([b"a", b"b", b"c"]), pinned=st.booleans())
     def hit(self, name: bytes, pinned: bool) -> None:
-        found = find(self.pool, name)
+        found = find(self.index, name)
         expected = {block for block, recorded in self.recorded.items() if recorded == name}
         assert ({found[0]} if found else set()) == expected
         if found:
@@ -219,7 +226,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert pool.num_used == len(refs)
         assert pool.num_pinned == len(pins)
         assert pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks
-        assert set(pool._cached) == self.recorded.keys() - refs.keys()
+        assert pool.num_cached == len(self.recorded.keys() - refs.keys())
         if not refs:
             assert pool.num_free + pool.num_cached == pool.num_blocks
 

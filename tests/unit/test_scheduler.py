@@ -10,6 +10,7 @@ import pytest
 
 from producer.errors import ContextLengthExceeded
 from producer.keys import TIERS, Tier
+from tests.memory import num_alive
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
 from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, StepPlan
@@ -468,22 +469,24 @@ def test_a_step_does_as_much_work_for_ten_waiting_as_for_ten_thousand() -> None:
 
 
 def test_cancelling_thousands_that_wait_leaves_nothing_behind() -> None:
-    sim = Simulation(CONFIG, num_blocks=20)
+    sim, before = Simulation(CONFIG, num_blocks=20), num_alive(Request)
     requests = [make_request(4, 4, source=str(i % 3)) for i in range(3_000)]
     for request in requests:
         sim.scheduler.add(request)
     for request in requests[1:]:
         sim.scheduler.finish(request)
     assert (sim.scheduler.num_waiting, sim.scheduler.num_running) == (1, 0)
-    accounts = sim.scheduler._queues.realtime._new._accounts.values()
-    assert sum(len(account.waiting._entries) for account in accounts) < 300
-    assert [chunk.request for chunk in sim.scheduler.schedule().chunks] == requests[:1]
+    first = requests[0]
+    del request, requests
+    assert num_alive(Request) - before < 300
+    assert [chunk.request for chunk in sim.scheduler.schedule().chunks] == [first]
 
 
 def test_finished_requests_are_not_kept() -> None:
-    sim = Simulation(CONFIG, num_blocks=20)
-    request: Request = make_request(4, 2)
-    sim.add(request)
+    sim, before = Simulation(CONFIG, num_blocks=20), num_alive(Request)
+    sim.add(make_request(4, 2))
     sim.run()
-    assert not sim.scheduler._running._requests
+    sim.first_token_step.clear()
+    sim.finish_step.clear()
+    assert num_alive(Request) <= before
     assert not sim.scheduler.has_work()
