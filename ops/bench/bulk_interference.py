@@ -1,6 +1,6 @@
 """What a bulk job costs realtime callers: first token and whole answer, alone and beside one, in turn.
 
-    python -m ops.bench.bulk_interference [--model demo] [--seconds 30] [--rounds 2] [--callers 4] [--realtime-step-ms 50] [--json]
+    python -m ops.bench.bulk_interference [--model demo] [--seconds 30] [--rounds 2] [--callers 4] [--realtime-step-ms 25] [--json]
 
 Embedded Valkey, one worker, callers that block and ask again at once, and an rq worker that streams a file through the batch tier.
 """
@@ -25,6 +25,7 @@ from producer.client import Client
 from producer.load.stats import percentiles
 from producer.wire import Result
 from worker.embedded import EmbeddedQueue, embedded_queue
+from worker.engine.config import EngineConfig
 
 PROMPT = "Explain in two sentences why the sky is blue."
 OUTPUT_TOKENS = 32
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--callers", type=int, default=4)
-    parser.add_argument("--realtime-step-ms", type=float, default=50.0, help="the worker's option of this name")
+    parser.add_argument("--realtime-step-ms", type=float, default=EngineConfig.realtime_step_ms, help="the worker's option of this name")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     results: dict[str, list[Result]] = {"alone": [], "beside a bulk job": []}

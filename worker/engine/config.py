@@ -68,7 +68,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
     realtime_reserved: float = 0.5
-    realtime_step_ms: float = 50.0
+    realtime_step_ms: float = 25.0
     batch_floor: float = 0.1
     batch_overcommit: float = 1.5
     source_weights: Mapping[str, float] = field(default_factory=dict)
