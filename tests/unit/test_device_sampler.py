@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from producer.sampling import SamplingParams
 from worker.engine.device_sampler import is_device_sampled, sample_on_device
@@ -44,6 +47,29 @@ def test_a_row_of_a_mixed_batch_is_chosen_as_if_alone() -> None:
     logits = rows(len(requests), seed=2).bfloat16()
     alone = [sample_on_device(logits[row : row + 1], requests[row : row + 1]).token_ids.item() for row in range(len(requests))]
     assert sample_on_device(logits, requests).token_ids.tolist() == alone
+
+
+class Ranked(TorchDispatchMode):
+    """Notes what is sorted and selected from, as (rows, how many of each)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("sort", "topk"):
+            assert name not in self.seen
+            self.seen[name] = tuple(out[0].shape)
+        return out
+
+
+def test_no_row_is_ranked_for_its_neighbours() -> None:
+    settings = [SETTINGS["plain"]] * 9 + [SETTINGS["top-p"]] + [SETTINGS["top-k"], {"top_k": 3}, SETTINGS["min-p"], SETTINGS["greedy"]]
+    with Ranked() as ranked:
+        sample_on_device(rows(len(settings), seed=4), [make_request(seed, **params) for seed, params in enumerate(settings)])
+    assert ranked.seen == {"sort": (1, VOCAB), "topk": (2, 64)}
 
 
 def test_the_unlikely_tokens_are_drawn_as_often_as_they_should_be() -> None:

@@ -7,7 +7,7 @@ noise for few. What needs the host (penalties, grammars, log-probabilities) is l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from worker.engine.penalties import adjusts
 from worker.engine.request import Request
 from worker.engine.sampler import MIN_TEMPERATURE
 
-_TOP_K_SORTED = 1024  # a top-k of at most this sorts so many tokens, any other filter by rank the whole vocabulary
+_MOST_SELECTED = 1024  # a larger top-k sorts the whole vocabulary, as top-p alone does
 
 
 class DeviceTokens(NamedTuple):
@@ -99,18 +99,32 @@ def _floors(rows: SampledRows) -> Tensor:
     device, params = rows.logits.device, rows.params
     min_p = to_device([math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params], torch.float32, device)
     floor = rows.top + rows.temperature * min_p
-    if all(p.top_k <= 0 and p.top_p == 1.0 for p in params):
-        return floor
-    vocab = rows.logits.shape[1]
-    counts = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
-    size = min(_TOP_K_SORTED, vocab) if max(counts) <= _TOP_K_SORTED else vocab
+    for part, size in _ranked(params, rows.logits.shape[1]):
+        index = to_device(part, torch.int64, device)
+        ranked = SampledRows(rows.logits[index], rows.top[index], rows.temperature[index], [params[row] for row in part])
+        floor = floor.index_copy(0, index, _ranked_floors(ranked, floor[index], size))
+    return floor
+
+
+def _ranked(params: Sequence[SamplingParams], vocab: int) -> Iterator[tuple[list[int], int]]:
+    """Rows with a filter by rank, and how many of their greatest logits it has to see: those with a small top-k, then the others."""
+    few = [row for row, p in enumerate(params) if 0 < p.top_k <= _MOST_SELECTED]
+    if few:
+        yield few, min(vocab, 1 << (max(params[row].top_k for row in few) - 1).bit_length())
+    whole = [row for row, p in enumerate(params) if p.top_k > _MOST_SELECTED or (p.top_k <= 0 and p.top_p < 1.0)]
+    if whole:
+        yield whole, vocab
+
+
+def _ranked_floors(rows: SampledRows, floor: Tensor, size: int) -> Tensor:
+    """``[rows]``: the floors that top-k and top-p make of ``floor``, out of the ``size`` greatest logits of each row."""
+    device, vocab = rows.logits.device, rows.logits.shape[1]
     values = rows.logits.topk(size, dim=-1).values if size < vocab else rows.logits.sort(dim=-1, descending=True).values
-    top_k = to_device(counts, torch.int64, device)[:, None]
-    top_p = to_device([p.top_p for p in params], torch.float64, device)[:, None]
+    top_k = to_device([p.top_k if p.top_k > 0 else vocab for p in rows.params], torch.int64, device)[:, None]
+    top_p = to_device([p.top_p for p in rows.params], torch.float64, device)[:, None]
     allowed = (torch.arange(size, device=device) < top_k) & (values >= floor[:, None])
     mass = as_mass(rows.weights(values)) * allowed
     reached = mass.cumsum(-1)
     kept = allowed & ((reached - mass) < top_p * reached[:, -1:])
     last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
-    ranked = to_device([p.top_k > 0 or p.top_p < 1.0 for p in params], torch.bool, device)
-    return torch.where(ranked, values.gather(-1, last)[:, 0], floor)
+    return values.gather(-1, last)[:, 0]
