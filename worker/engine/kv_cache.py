@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -48,7 +48,11 @@ class KVCache:
             self._cpu_layers = _allocate(layers, num_cpu_blocks, block_size, dtype, torch.device("cpu"), pinned=pinned)
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        """Copy what a plan swaps out, then what it swaps in. Must be called once a plan, before its step."""
+        """Copy what a plan swaps out, then what it swaps in. Must be called once a plan, before its step.
+
+        On CUDA nobody waits: the copies are queued in order with the steps, on the stream that these run on. A block on either side may be
+        given to another at once, for whatever writes it next is queued behind the copy that reads it; the host touches neither.
+        """
         if plan.swap_out:
             _copy(self.layers, self._cpu_layers, plan.swap_out)
         if plan.swap_in:
@@ -103,6 +107,17 @@ def free_memory_bytes(device: torch.device) -> int:
     return min(_available_bytes(), _left_in_container_bytes())
 
 
+def peak_memory_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """Most memory of a CUDA device that a piece of work takes from the driver, fragments included; none of it is kept."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    work()
+    peak = torch.cuda.max_memory_reserved(device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
 def _available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -134,10 +149,18 @@ def _allocate(
 
 
 def _copy(sources: Sequence[tuple[Tensor, Tensor]], targets: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy (source block, target block) pairs in every layer."""
-    if not pairs:
-        return
-    from_blocks, to_blocks = torch.tensor(pairs).unbind(1)
+    """Copy (source block, target block) pairs in every layer, neighbours at once. On CUDA the copies are put on the current stream."""
+    runs = list(_runs(pairs))
     for source_pair, target_pair in zip(sources, targets, strict=True):
         for source, target in zip(source_pair, target_pair, strict=True):
-            target[to_blocks.to(target.device)] = source[from_blocks.to(source.device)].to(target.device)
+            for first_source, first_target, count in runs:
+                target[first_target : first_target + count].copy_(source[first_source : first_source + count], non_blocking=True)
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The longest runs in which both blocks count up: (first source, first target, blocks)."""
+    start = 0
+    for i in range(1, len(pairs) + 1):
+        if i == len(pairs) or pairs[i] != (pairs[i - 1][0] + 1, pairs[i - 1][1] + 1):
+            yield (*pairs[start], i - start)
+            start = i

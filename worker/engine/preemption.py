@@ -9,6 +9,9 @@ from worker.engine.queues import WaitingQueues
 from worker.engine.request import Request, RequestStatus, StepPlan
 from worker.engine.running import RunningSet
 
+_CUDA_FLOPS_PER_S = 2e14  # of a prefill in bfloat16
+_PCIE_BYTES_PER_S = 2e10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionCosts:
@@ -23,6 +26,11 @@ class PreemptionCosts:
 
     recompute_s_per_token: float = 5e-4
     swap_s_per_block: float = 1e-4
+
+    @classmethod
+    def on_cuda(cls, num_weights: int, block_bytes: int) -> PreemptionCosts:
+        """By a model's size and typical rates: two operations a weight and token (all experts counted), PCIe 4 between the memories."""
+        return cls(recompute_s_per_token=2 * num_weights / _CUDA_FLOPS_PER_S, swap_s_per_block=block_bytes / _PCIE_BYTES_PER_S)
 
 
 class Preemption:
