@@ -10,13 +10,14 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.attention.triton_cache_write import write_kv_kernel
 from worker.engine.attention.triton_kernels import MIN_SPLIT, Shape, paged_attention_kernel, reduce_splits_kernel
 
-_TILE_BYTES = 32 * 1024  # of K and V that one pipeline stage holds in shared memory
-_SHARED_BYTES = 96 * 1024  # what the pipeline may take, so that every card since Ampere can run it
+_MOST_SHARED_BYTES = 96 * 1024  # of shared memory that a program takes, though a card may have more: 99 KB is the least since Ampere
+_OTHER_SHARED_BYTES = 3 * 1024  # of what a card has, left to what the compiler adds
 _MIN_DECODE_SPLITS = 8
 _MAX_DECODE_SPLITS = 64
 _MAX_PREFILL_SPLITS = 16
@@ -120,9 +121,8 @@ def paged_attention(
 
 def _compiled_for(query: Tensor, k_cache: Tensor, v_cache: Tensor, window: bool, softcap: bool, sinks: bool) -> tuple[Shape, Tiles]:
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
-    return _shape_and_tiles(
-        num_kv_heads, query.shape[1] // num_kv_heads, head_dim, v_cache.shape[3], block_size, query.element_size(), window, softcap, sinks
-    )
+    heads = num_kv_heads, query.shape[1] // num_kv_heads, head_dim, v_cache.shape[3]
+    return _shape_and_tiles(*heads, block_size, query.element_size(), _shared_bytes(query.device), window, softcap, sinks)
 
 
 @cache
@@ -133,31 +133,33 @@ def _shape_and_tiles(
     value_dim: int,
     block_size: int,
     itemsize: int,
+    shared_bytes: int,
     window: bool,
     softcap: bool,
     sinks: bool,
 ) -> tuple[Shape, Tiles]:
-    tiles = choose_tiles(group, head_dim, value_dim, itemsize)
+    tiles = choose_tiles(group, head_dim, value_dim, itemsize, shared_bytes)
     rows = tiles.decode_rows, tiles.prefill_rows, tiles.keys
     return Shape(
         num_kv_heads, group, head_dim, value_dim, block_size, *rows, _width(head_dim), _width(value_dim), window, softcap, sinks
     ), tiles
 
 
-def choose_tiles(group: int, head_dim: int, value_dim: int, itemsize: int) -> Tiles:
+def choose_tiles(group: int, head_dim: int, value_dim: int, itemsize: int, shared_bytes: int = _MOST_SHARED_BYTES) -> Tiles:
     """Tiles of a model's attention: as many keys as fit a stage of the load pipeline, and rows for whole groups of heads.
 
     Args:
         group: query heads of one KV head.
         itemsize: bytes of an element of the cache.
+        shared_bytes: of shared memory that a program may take; a third of it at most is one stage's.
     """
     widths = _width(head_dim), _width(value_dim)
     key_bytes = sum(widths) * itemsize
     exact = itemsize == 4  # float32 products run in registers, without matrix units: small tiles, or they spill
-    keys = max(16, min(16 if exact else 64, _prev_power(_TILE_BYTES // key_bytes)))
+    keys = max(16, min(16 if exact else 64, _prev_power(shared_bytes // 3 // key_bytes)))
     decode_rows = max(16, next_power(group))
     prefill_rows = max(16 if exact else 64 if max(widths) <= 256 else 32, decode_rows)
-    pipeline_bytes = _SHARED_BYTES - prefill_rows * widths[0] * itemsize
+    pipeline_bytes = shared_bytes - prefill_rows * widths[0] * itemsize
     stages = max(1, min(3, pipeline_bytes // (keys * key_bytes)))
     return Tiles(decode_rows, prefill_rows, keys, 8 if prefill_rows * widths[1] > 64 * 128 else 4, stages)
 
@@ -218,6 +220,15 @@ def prefill_split_count(num_tiles: int, num_kv_heads: int, max_keys: int, multip
 def _num_multiprocessors(device: torch.device) -> int:
     """Of a CUDA device; Triton's interpreter, on the CPU, stands for a small one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of shared memory that a program may take: Turing has 64 KB in all."""
+    if device.type != "cuda":
+        return _MOST_SHARED_BYTES
+    most: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]  # what Triton goes by
+    return min(_MOST_SHARED_BYTES, most - _OTHER_SHARED_BYTES)
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
