@@ -65,8 +65,8 @@ class Loop:
     """
 
     def __init__(self, loaded: LoadedModel, rng: random.Random | None = None, **settings: Any) -> None:
-        self.config = EngineConfig(**settings)
-        self.runner = ModelRunner(loaded, self.config)
+        self.runner = ModelRunner(loaded, EngineConfig(**settings))
+        self.config = self.runner.config
         self._rng = rng
         self._max_model_len = loaded.max_model_len
         self.scheduler = Scheduler(self.config, self.runner.num_blocks, self.runner.num_cpu_blocks, loaded.max_model_len)

@@ -82,7 +82,7 @@ memory_options = _options(
     _setting(_ENGINE, "--quantization", type=click.Choice(get_args(Quantization)), help="How linear layers store weights."),
     _setting(_ENGINE, "--kv-dtype", type=click.Choice(get_args(KVDtype)), help="Of the KV cache; auto: as --dtype."),
     _setting(_ENGINE, "--max-batch-size", type=click.IntRange(1), help="Most requests in one step."),
-    _setting(_ENGINE, "--max-batch-tokens", type=click.IntRange(1), help="Most tokens computed in one step."),
+    _setting(_ENGINE, "--max-batch-tokens", type=click.IntRange(0), help="Most tokens of one step; 0: 512 on a CPU, 2048 on CUDA."),
     _setting(_ENGINE, "--block-size", type=click.IntRange(1), help="Tokens in one KV block."),
 )
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from producer.errors import HeadraceError
 from worker.cli import ByteSize, memory_options
+from worker.engine.config import EngineConfig
 from worker.sizing import DTYPE_BYTES, GIB, ModelShape, Sizing, read_shape
 from worker.sizing import size as compute
 
@@ -37,6 +38,7 @@ def size(
 ) -> None:
     """Say how a GPU's memory would be used, and how many requests of which length run at once."""
     try:
+        config = EngineConfig(max_batch_size=max_batch_size, max_batch_tokens=max_batch_tokens).for_device("cuda")
         shape = read_shape(model, int8_weights=quantization == "int8", trust_remote_code=trust_remote_code)
         sizing = compute(
             shape,
@@ -44,7 +46,7 @@ def size(
             dtype_bytes=DTYPE_BYTES[dtype],
             int8_cache=kv_dtype == "int8",
             max_batch_size=max_batch_size,
-            max_batch_tokens=max_batch_tokens,
+            max_batch_tokens=config.max_batch_tokens,
             block_size=block_size,
         )
     except (HeadraceError, ValueError) as error:

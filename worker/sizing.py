@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from worker.engine.config import GPU_KV_SHARE, SCALE_BYTES
+from worker.engine.config import CUDA_BATCH_TOKENS, GPU_KV_SHARE, SCALE_BYTES
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = GIB // 2  # driver, kernels, cuBLAS workspace
@@ -118,7 +118,7 @@ def size(
     dtype_bytes: int = 2,
     int8_cache: bool = False,
     max_batch_size: int = 100,
-    max_batch_tokens: int = 512,
+    max_batch_tokens: int = CUDA_BATCH_TOKENS,
     block_size: int = 16,
 ) -> Sizing:
     """Divide ``memory_bytes`` of a GPU between weights, KV cache and the rest.

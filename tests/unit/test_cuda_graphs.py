@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from worker.engine import cuda_graphs
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.cuda_graphs import DecodeGraphs, Work, padded_sizes
+from worker.engine.cuda_graphs import CudaGraphRecorder, DecodeGraphs, Work, padded_sizes
 
 BLOCK_SIZE = 16
 COLUMNS = 8
@@ -128,3 +133,82 @@ def test_steps_with_chunks_and_larger_batches_are_refused() -> None:
     chunk = replace(one.meta, num_decodes=0)
     assert graphs.run(one.input_ids, one.positions, chunk) is None
     assert recorder.num_recorded == 0
+
+
+class FakeCuda:
+    """Stands in for the parts of `torch.cuda` that a recording is made of: which stream is current, and what torch leaves behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = self.before = FakeStream()
+        self.mode = 0
+        self.captures = 0
+        self.captured_on: set[FakeStream] = set()
+        monkeypatch.setattr(cuda_graphs, "_capture_stream", cache(lambda _: FakeStream()))
+        for name in ("set_stream", "stream", "graph", "set_sync_debug_mode"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current = stream
+
+    def set_sync_debug_mode(self, mode: str | int) -> None:
+        self.mode = 2 if mode == "error" else int(mode)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, _: object, *, stream: FakeStream, **__: object) -> Iterator[None]:
+        self.captures += 1
+        self.captured_on.add(stream)
+        self.current = stream
+        yield  # what raises inside leaves the stream as it is, as torch does
+        self.current = self.before
+
+    def wait(self) -> None:
+        if self.mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+
+class FakeStream:
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+
+def test_all_recordings_of_a_device_are_made_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    for _ in range(2):
+        record = CudaGraphRecorder(torch.device("cuda", 0))
+        assert record(lambda: (torch.ones(1),))[1] == (torch.ones(1),)
+    assert (cuda.captures, len(cuda.captured_on)) == (2, 1)
+    assert (cuda.current, cuda.mode) == (cuda.before, 0)
+
+
+def test_work_that_waits_for_the_device_does_not_reach_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        CudaGraphRecorder(torch.device("cuda", 0))(lambda: (cuda.wait() or torch.ones(1),))
+    assert cuda.captures == 0
+    assert (cuda.current, cuda.mode) == (cuda.before, 0)
+
+
+def test_a_capture_that_fails_leaves_the_thread_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+
+    def fail_in_capture() -> tuple[Tensor, ...]:
+        if cuda.captures:
+            raise RuntimeError("not permitted while a stream is captured")
+        return (torch.ones(1),)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphRecorder(torch.device("cuda", 0))(fail_in_capture)
+    assert cuda.captures == 1
+    assert cuda.current is cuda.before

@@ -11,10 +11,13 @@ import pytest
 import structlog
 import torch
 
+from producer.errors import ModelUnavailable
 from producer.sampling import SamplingParams
 from producer.wire import Kind
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from worker.engine.config import EngineConfig
+from worker.engine.cuda_graphs import DecodeGraphs
+from worker.engine.device_sampler import sample_on_device
 from worker.engine.model_loader import LoadedModel, prepare_model
 from worker.engine.model_runner import Kernels, ModelRunner
 from worker.engine.request import Request, Sampled, ScheduledChunk, StepPlan
@@ -191,3 +194,34 @@ def test_bfloat16_that_turned_out_slow_is_warned_of(
     with structlog.testing.capture_logs() as log:
         ModelRunner(loaded, EngineConfig(num_blocks=16, dtype=dtype, attention="torch"))
     assert any("float32 is faster" in line["event"] for line in log) is warns
+
+
+class CompilationError(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ModelUnavailable, CompilationError])
+def test_a_model_whose_steps_cannot_be_captured_runs_without_graphs(
+    own: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(*_: Any) -> DecodeGraphs:
+        raise error("cannot be captured")
+
+    monkeypatch.setattr(ModelRunner, "_captures", lambda _: True)
+    monkeypatch.setattr("worker.engine.model_runner.DecodeGraphs", refuse)
+    with structlog.testing.capture_logs() as log:
+        runner = ModelRunner(prepare_model(copy.deepcopy(own), None, "tiny"), EngineConfig(num_blocks=16))
+    assert [line["error"] for line in log if "without CUDA graphs" in line["event"]] == [error.__name__]
+    assert len(run_in_chunks(runner, requests("generate"), 7)) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_step_that_is_measured_yields_logits_that_can_be_sampled(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `_step_bytes` measures on CUDA, of every kind of model."""
+    runner = ModelRunner(prepare_model(tiny_model(architecture), None, "tiny"), EngineConfig(num_blocks=32, max_batch_size=3))
+    sampled = []
+    monkeypatch.setattr("worker.engine.model_runner.sample_on_device", lambda *given: sampled.append(sample_on_device(*given)))
+    monkeypatch.setattr("worker.engine.model_runner.peak_memory_bytes", lambda _, work: work() or 1)
+    assert runner._step_bytes() == 1
+    assert [tokens.good.tolist() for tokens in sampled] == [[True] * 3]
+    assert runner._hidden is None

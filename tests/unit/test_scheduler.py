@@ -119,7 +119,7 @@ def test_ordinary_prompts_are_finished_in_order() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_and_the_next_one_is_fine() -> None:
-    scheduler = Scheduler(EngineConfig(block_size=16), num_blocks=4, max_model_len=1024)
+    scheduler = Scheduler(EngineConfig(block_size=16, max_batch_tokens=512), num_blocks=4, max_model_len=1024)
     for prompt, max_tokens, limit in ((64, 2, "KV cache"), (1_000, 25, "context")):
         with pytest.raises(ContextLengthExceeded, match=limit):
             scheduler.add(make_request(prompt, max_tokens))
@@ -128,7 +128,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_next_one_is_fine() -> N
 
 
 def test_the_context_is_filled_to_its_last_token() -> None:
-    scheduler = Scheduler(EngineConfig(), num_blocks=100, max_model_len=64)
+    scheduler = Scheduler(EngineConfig(max_batch_tokens=512), num_blocks=100, max_model_len=64)
     scheduler.add(make_request(60, 4))
     with pytest.raises(ContextLengthExceeded):
         scheduler.add(make_request(60, 5))

@@ -59,7 +59,11 @@ _SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Of Headrace's KV cache.")
 @click.option("--max-batch-size", default=128, show_default=True, type=click.IntRange(1))
 @click.option(
-    "--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Tokens a step; vLLM keeps its own default."
+    "--max-batch-tokens",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Tokens a step; 0: by device. vLLM keeps its own default.",
 )
 @click.option(
     "--kv-memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 Policy = Literal["continuous", "static"]
@@ -12,6 +12,8 @@ Attention = Literal["auto", "torch", "flashinfer"]
 Quantization = Literal["none", "int8"]
 KVDtype = Literal["auto", "int8"]
 
+CPU_BATCH_TOKENS = 512
+CUDA_BATCH_TOKENS = 2048
 GPU_KV_SHARE = 0.9  # the KV cache's by default, of the memory that a GPU's weights leave
 SCALE_BYTES = 4  # beside a row of numbers in int8; in the KV cache a row is a token's key or value in one head
 
@@ -28,7 +30,7 @@ class EngineConfig:
             Of no effect on a model that is given to the engine in memory.
         kv_dtype: ``auto`` keeps keys and values in ``dtype``; ``int8`` keeps them so, a scale a token and head.
         max_batch_size: most requests in one step.
-        max_batch_tokens: most tokens computed in one step, decodes and prefill chunks together.
+        max_batch_tokens: most tokens computed in one step, decodes and prefill chunks together; 0 leaves it to the device (`for_device`).
         max_model_len: context limit in tokens; None takes the model's.
         block_size: tokens in one KV block.
         kv_memory_bytes: memory for the KV cache; ignored where ``num_blocks`` is given; None lets the device decide.
@@ -59,7 +61,7 @@ class EngineConfig:
     quantization: Quantization = "none"
     kv_dtype: KVDtype = "auto"
     max_batch_size: int = 100
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = 0
     max_model_len: int | None = None
     block_size: int = 16
     kv_memory_bytes: int | None = None
@@ -83,7 +85,7 @@ class EngineConfig:
         for name, kind in (("quantization", Quantization), ("kv_dtype", KVDtype)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}")
-        for name, low in (("max_batch_size", 1), ("max_batch_tokens", 1), ("block_size", 1), ("cpu_swap_blocks", 0)):
+        for name, low in (("max_batch_size", 1), ("max_batch_tokens", 0), ("block_size", 1), ("cpu_swap_blocks", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}")
         for name in ("realtime_reserved", "batch_floor"):
@@ -96,5 +98,12 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 0 and finite")
         if not all(0.0 < weight < math.inf for weight in self.source_weights.values()):
             raise ValueError("source_weights must be greater than 0 and finite")
-        if self.max_batch_tokens < self.max_batch_size:
+        if 0 < self.max_batch_tokens < self.max_batch_size:
             raise ValueError("max_batch_tokens must be at least max_batch_size, or a full batch could not decode in one step")
+
+    def for_device(self, kind: str) -> EngineConfig:
+        """These settings with what they leave to the device, of torch's name for its kind."""
+        if self.max_batch_tokens:
+            return self
+        tokens = CUDA_BATCH_TOKENS if kind == "cuda" else CPU_BATCH_TOKENS
+        return replace(self, max_batch_tokens=max(tokens, self.max_batch_size))

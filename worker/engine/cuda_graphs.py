@@ -7,7 +7,10 @@ over buffers that all share; a batch is padded to the next size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +32,9 @@ class Recording(Protocol):
 Work = Callable[[], tuple[Tensor, ...]]
 Record = Callable[[Work], tuple[Recording, tuple[Tensor, ...]]]
 """Runs a function and records its work; returns the recording and the function's result, whose memory a replay overwrites."""
+
+RESERVED_BYTES = 512 << 20
+"""What the graphs of one model may take of a device's memory (pool, results, nodes in the driver, workspace of cuBLAS); an estimate."""
 
 
 class _Graph(NamedTuple):
@@ -135,23 +141,58 @@ class DecodeGraphs:
 
 
 class CudaGraphRecorder:
-    """Records into CUDA graphs whose memory is shared: one replays at a time."""
+    """Records into CUDA graphs whose memory is shared: one replays at a time. All of a device are recorded on one stream.
+
+    Nothing that waits for the device is let into a capture: it would break the capture off, and torch (2.13) then leaves the allocator
+    and the thread in it, so that no memory can be given back any more.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> tuple[Recording, tuple[Tensor, ...]]:
-        """Run ``work`` for its compilations and lazy set-up, then record it."""
-        aside = torch.cuda.Stream(self._device)
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
-            work()
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        """Run ``work`` twice, for its compilations and lazy set-up and to see that it waits for nothing, then record it.
+
+        Raises:
+            RuntimeError: it waits for the device, or cannot be captured; the thread is on the stream it was on.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+                with waits_raise():
+                    work()
+        finally:
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        finally:
+            torch.cuda.set_stream(current)  # torch does so itself only where the capture ends well
         return graph, result
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device for the process's life: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it was called on."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def waits_raise() -> Iterator[None]:
+    """Inside, what waits for a device raises RuntimeError; in all threads, since torch has one such mode."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that the mode does not find every wait
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def padded_sizes(max_batch_size: int) -> list[int]:

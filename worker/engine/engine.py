@@ -48,10 +48,10 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
-        self.config = config
         self.last_step: StepSample | None = None
         self._loaded = loaded or load_model(config)
         self._runner = ModelRunner(self._loaded, config)
+        self.config = self._runner.config  # with what the device decides
         if loaded is None:  # one that was given may serve others too
             self._runner.free_unused_weights()
         self.inputs = _make_inputs(self._loaded, config.seed)
@@ -123,17 +123,8 @@ class Engine:
         Raises:
             FatalDeviceError: the device is lost. Whatever else is raised is a fault of ours.
         """
-        outputs = self._take_ended_early()
-        plan = self._scheduler.schedule()
-        self._runner.copy_blocks(plan)
-        if plan.chunks:
-            outputs += self._run_now(plan) if self._runner.run_ahead is None else self._run_ahead(plan, self._runner.run_ahead)
-        elif self._pending is not None:
-            outputs += self._collect()
-        elif not outputs:
-            time.sleep(min(_PAUSE_S, self._scheduler.wait_s()))
-        self._collect_if_idle()
-        return outputs
+        with self._runner.on_device:
+            return self._step()
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -151,7 +142,8 @@ class Engine:
         """Give back the memory of the KV cache, cached prefixes included, while there is no work; none may come until `restore_cache`."""
         assert not self.has_work(), "a request would lose what it has computed"
         self._pending = None
-        self._runner.release_cache()
+        with self._runner.on_device:
+            self._runner.release_cache()
 
     def restore_cache(self) -> None:
         """Make an empty KV cache in the place of the one there is, while there is no work: as large as settings and free memory allow.
@@ -161,12 +153,15 @@ class Engine:
         """
         assert not self.has_work(), "a request would lose what it has computed"
         self._pending = None
-        self._runner.restore_cache()
+        with self._runner.on_device:
+            self._runner.restore_cache()
         self._make_scheduler()
 
     def _make_scheduler(self) -> None:
         runner = self._runner
-        self._scheduler = Scheduler(self.config, runner.num_blocks, runner.num_cpu_blocks, self._loaded.max_model_len)
+        self._scheduler = Scheduler(
+            self.config, runner.num_blocks, runner.num_cpu_blocks, self._loaded.max_model_len, costs=runner.preemption_costs
+        )
         self._siblings = Siblings(self._scheduler)
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
@@ -214,6 +209,19 @@ class Engine:
         return outputs
 
     # A step
+
+    def _step(self) -> list[StepOutput]:
+        outputs = self._take_ended_early()
+        plan = self._scheduler.schedule()
+        self._runner.copy_blocks(plan)
+        if plan.chunks:
+            outputs += self._run_now(plan) if self._runner.run_ahead is None else self._run_ahead(plan, self._runner.run_ahead)
+        elif self._pending is not None:
+            outputs += self._collect()
+        elif not outputs:
+            time.sleep(min(_PAUSE_S, self._scheduler.wait_s()))
+        self._collect_if_idle()
+        return outputs
 
     def _run_now(self, plan: StepPlan) -> list[StepOutput]:
         """Run the step and wait for it."""

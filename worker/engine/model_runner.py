@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -11,18 +12,21 @@ import torch
 from torch import Tensor
 
 from producer.errors import ModelUnavailable
+from producer.sampling import SamplingParams
 from worker.engine.attention import cpu_backend, flashinfer_backend, torch_backend
 from worker.engine.attention.interface import AttentionBackend, PagedContext, paged_context
-from worker.engine.attention.layers import AttentionLayer, discover_layers, step_memory_bytes
+from worker.engine.attention.layers import AttentionLayer, discover_layers, run_without_attention
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.config import EngineConfig
-from worker.engine.cuda_graphs import DecodeGraphs
+from worker.engine.cuda_graphs import RESERVED_BYTES, DecodeGraphs
+from worker.engine.device_sampler import sample_on_device
 from worker.engine.fused.decoder import FusedDecoder, fuse
 from worker.engine.input_batch import InputBatch, StepInputs
-from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes
+from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes, peak_memory_bytes
 from worker.engine.model_loader import LoadedModel, computes_bfloat16
-from worker.engine.probe import check_numbers
-from worker.engine.request import Sampled, StepPlan
+from worker.engine.preemption import PreemptionCosts
+from worker.engine.probe import SPLIT_TOKENS, TOKENS, Forward, check_numbers
+from worker.engine.request import Request, Sampled, StepPlan
 from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler
 from worker.engine.step_results import WantedRows, sample_chosen
@@ -74,31 +78,39 @@ class ModelRunner:
     """Owns the model, the KV cache and the step's buffers; used by the engine's thread alone.
 
     Attributes:
+        config: the settings, with what the device decides.
+        on_device: to be entered around whatever is called from another thread than this was made in: what Triton launches goes to the
+            thread's device, wherever the tensors lie.
         num_blocks: of the cache; may be another number after `restore_cache`.
         run_ahead: launches steps whose tokens are read later; None where `run` alone is used.
+        preemption_costs: of this model; None on a CPU, where the defaults serve.
 
     Raises:
         ModelUnavailable: the model's attention would be computed wrongly, or there is no memory for the cache.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        if loaded.device.type == "cuda":
-            torch.cuda.set_device(loaded.device)  # of this thread: Triton launches there, wherever the tensors lie
+        is_cuda = loaded.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.set_device(loaded.device)
+        self.on_device: AbstractContextManager[object] = torch.cuda.device(loaded.device) if is_cuda else nullcontext()
         self._loaded = loaded
         self._model: Any = loaded.model
         self._hidden: Tensor | None = None
         self._model.get_decoder().register_forward_hook(self._keep_hidden)
-        self._config = config
+        self.config = config = config.for_device(loaded.device.type)
         self._modules = discover_layers(loaded.model, loaded.max_model_len)
         self.layers = list(self._modules.values())
         self._cache_dtype = torch.int8 if config.kv_dtype == "int8" else loaded.dtype
         self.num_cpu_blocks = config.cpu_swap_blocks
         self._backend = choose_backend(loaded, self.layers, config)
+        self.preemption_costs = self._preemption_costs() if is_cuda else None
         self._sampler = Sampler()
         self._graphs: DecodeGraphs | None = None
         self._fused: Decoder | None = None
-        self._make_cache()
+        self._use(self._empty_cache())
         self._fused = self._fuse()
+        self._make_cache()
         self._probe()
         self._warn_of_slow_dtype()
         self._capture()
@@ -111,7 +123,7 @@ class ModelRunner:
     def release_cache(self) -> None:
         """Give back the memory of the KV cache, with what it holds, and of the graphs over it. No step until `restore_cache`."""
         self._graphs = None
-        self._use(KVCache(self.layers, 0, self._config.block_size, self._cache_dtype, self._loaded.device))
+        self._use(self._empty_cache())
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -127,7 +139,7 @@ class ModelRunner:
 
     def _make_cache(self) -> None:
         """The cache, and whatever depends on its size."""
-        config, loaded = self._config, self._loaded
+        config, loaded = self.config, self._loaded
         self.num_blocks = self._choose_num_blocks()
         self._use(KVCache(self.layers, self.num_blocks, config.block_size, self._cache_dtype, loaded.device, self.num_cpu_blocks))
         self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
@@ -141,8 +153,15 @@ class ModelRunner:
         if self._fused is not None:
             self._fused.bind(cache.layers)
 
+    def _preemption_costs(self) -> PreemptionCosts:
+        num_weights = sum(weights.numel() for weights in (*self._model.parameters(), *self._model.buffers()))
+        return PreemptionCosts.on_cuda(num_weights, block_bytes(self.layers, self.config.block_size, self._cache_dtype))
+
+    def _empty_cache(self) -> KVCache:
+        return KVCache(self.layers, 0, self.config.block_size, self._cache_dtype, self._loaded.device)
+
     def _make_inputs(self) -> InputBatch:
-        config = self._config
+        config = self.config
         return InputBatch(
             max_tokens=config.max_batch_tokens,
             max_requests=config.max_batch_size,
@@ -157,34 +176,53 @@ class ModelRunner:
         arguments = loaded.model, loaded.config, self.layers, self.cache.layers, loaded.max_model_len
         if isinstance(self._backend, cpu_backend.CpuAttention):
             return fuse(*arguments)
-        if self._backend is _triton_attention():
+        if self._runs_triton():
             from worker.engine.fused import cuda_decoder  # needs Triton
 
             return cuda_decoder.fuse(*arguments)
         return None
 
+    def _runs_triton(self) -> bool:
+        return not isinstance(self._backend, cpu_backend.CpuAttention) and self._backend is _triton_attention()
+
+    def _captures(self) -> bool:
+        """Whether decode steps are to be captured."""
+        return self.config.cuda_graphs and self._loaded.device.type == "cuda" and self._runs_triton()
+
     def _capture(self) -> None:
-        """Capture decode steps, if the backend may be captured, and check what they compute; a model that cannot be runs without."""
-        config = self._config
-        if not config.cuda_graphs or self._loaded.device.type != "cuda" or self._backend is not _triton_attention():
+        """Capture decode steps, if they are to be, and check what they compute; a model whose steps cannot be runs without."""
+        if not self._captures():
             return
-        graphs = DecodeGraphs(self._forward, config.max_batch_size, self._max_blocks, config.block_size, self._loaded.device)
+        config = self.config
         try:
+            graphs = DecodeGraphs(self._forward, config.max_batch_size, self._max_blocks, config.block_size, self._loaded.device)
             graphs.capture_all()
             self._graphs = graphs
             self._check_numbers()
-        except (RuntimeError, ModelUnavailable) as error:
+        except Exception as error:
             log.warning("decode steps run without CUDA graphs", error=type(error).__name__, reason=str(error)[:500])
             self._graphs = None
 
     def _choose_num_blocks(self) -> int:
-        config = self._config
-        device, max_model_len = self._loaded.device, self._loaded.max_model_len
-        step_bytes = 0
-        if device.type == "cuda":
-            step_bytes = step_memory_bytes(self._model, config.max_batch_tokens, config.max_batch_size, max_model_len)
+        config, device = self.config, self._loaded.device
+        reserved = self._step_bytes() if device.type == "cuda" else 0
+        if self._captures():
+            reserved += RESERVED_BYTES
         bytes_per_block = block_bytes(self.layers, config.block_size, self._cache_dtype)
-        return choose_num_blocks(config, bytes_per_block, free_memory_bytes(device) - step_bytes, device, max_model_len)
+        return choose_num_blocks(config, bytes_per_block, free_memory_bytes(device) - reserved, device, self._loaded.max_model_len)
+
+    @torch.inference_mode()
+    def _step_bytes(self) -> int:
+        """Most memory of a CUDA device that a full step takes beside weights and cache, outside of attention; sampling is in it."""
+        config, params = self.config, SamplingParams(top_p=0.5)
+        requests = [Request("sampled", [0], params, 1)] * config.max_batch_size
+
+        def step() -> None:
+            logits = run_without_attention(self._model, config.max_batch_tokens, len(requests), self._loaded.max_model_len)
+            self._hidden = None
+            sample_on_device(logits, requests)
+
+        return peak_memory_bytes(self._loaded.device, step)
 
     def free_unused_weights(self) -> None:
         """Free those weights of the model's own modules that steps do not read; no other runner may be made of the model after it."""
@@ -202,7 +240,7 @@ class ModelRunner:
 
     def _warn_of_slow_dtype(self) -> None:
         loaded = self._loaded
-        if self._fused is None and self._config.dtype == "auto" and loaded.dtype == torch.bfloat16 and not computes_bfloat16(loaded.device):
+        if self._fused is None and self.config.dtype == "auto" and loaded.dtype == torch.bfloat16 and not computes_bfloat16(loaded.device):
             log.warning("the model's own modules compute in bfloat16, which this device has no instructions for: float32 is faster")
 
     def _give_way(self, error: Exception) -> bool:
@@ -219,17 +257,24 @@ class ModelRunner:
         return True
 
     def _check_numbers(self) -> None:
-        config = self._config
+        self._compare(self._logits, TOKENS)
+        if self._runs_triton():
+            self._compare(self._logits_beside_the_longest, SPLIT_TOKENS)
+
+    def _compare(self, forward: Forward, min_tokens: int) -> None:
+        """Compare what a forward computes of sequences of so many tokens with the model's own attention."""
+        config = self.config
         num_blocks = min(self.num_blocks, 64)
         check_numbers(
             self._model,
-            lambda inputs, rows: self._logits(inputs, rows).clone(),
+            lambda inputs, rows: forward(inputs, rows).clone(),
             self.layers,
             block_size=config.block_size,
             num_blocks=num_blocks,
             max_tokens=config.max_batch_tokens,
             max_model_len=self._loaded.max_model_len,
             int8_cache=self._cache_dtype == torch.int8,
+            min_tokens=min_tokens,
         )
         self.cache.clear(num_blocks)
 
@@ -276,6 +321,11 @@ class ModelRunner:
 
     def _logits(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         return self.forward(inputs.input_ids, inputs.positions, inputs.meta, rows).logits
+
+    def _logits_beside_the_longest(self, inputs: StepInputs, rows: Tensor) -> Tensor:
+        """As in a step with a sequence of the longest context there can be: our kernels for CUDA split what they then would."""
+        inputs.meta.max_seq_len = self._loaded.max_model_len
+        return self._logits(inputs, rows)
 
     def _keep_hidden(self, _module: Any, _args: Any, output: Any) -> None:
         self._hidden = output.last_hidden_state[0]

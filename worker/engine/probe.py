@@ -26,6 +26,7 @@ _ALIBI_MODELS = frozenset({"bloom", "mpt"})
 _TAIL = 12  # positions compared, the last of each sequence
 _LONGEST_WINDOW = 256  # that the sequences are made longer than; the masks of longer ones are compared in `attention.layers`
 TOKENS = 32  # computed at once, at least
+SPLIT_TOKENS = 540  # of a sequence that attention kernels split, and so they do three quarters of it; 64 blocks of 16 hold both
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _INT8_CACHE_TOLERANCE = 2e-1
 _QUANTILE = 0.75  # of the rows must agree: a router's near tie may tip either way
@@ -107,6 +108,7 @@ def check_numbers(
     max_tokens: int,
     max_model_len: int,
     int8_cache: bool = False,
+    min_tokens: int = TOKENS,
 ) -> None:
     """Compare logits of two sequences, computed in chunks and mixed over the paged cache, with those of the model's own attention.
 
@@ -116,11 +118,12 @@ def check_numbers(
         num_blocks: of the cache that may be used.
         max_tokens: most tokens of one step; one sequence alone is tried where that is 1.
         int8_cache: whether the cache rounds keys and values to int8.
+        min_tokens: of the longer sequence, where context and blocks allow.
 
     Raises:
         ModelUnavailable: they differ by more than the dtype's rounding explains.
     """
-    longest = min(_probe_length(layers), max_model_len, num_blocks * block_size)
+    longest = min(max(min_tokens, _past_windows(layers)), max_model_len, num_blocks * block_size)
     requests = _probe_requests(model, longest, block_size, num_blocks)[:max_tokens]
     inputs = InputBatch(
         max_tokens=max_tokens, max_requests=len(requests), max_blocks=num_blocks, block_size=block_size, device=model.device
@@ -139,7 +142,7 @@ def check_numbers(
             raise _refusal(model.config, f"over the paged cache its logits differ by {difference:.2g} from those of its own attention")
 
 
-def _probe_length(layers: Sequence[AttentionLayer]) -> int:
+def _past_windows(layers: Sequence[AttentionLayer]) -> int:
     """Past the longest window that is short enough."""
     return TOKENS + max((layer.window for layer in layers if layer.window and layer.window <= _LONGEST_WINDOW), default=0)
 

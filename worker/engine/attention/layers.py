@@ -82,18 +82,13 @@ def discover_layers(model: Any, max_model_len: int) -> dict[nn.Module, Attention
 
 
 @torch.inference_mode()
-def step_memory_bytes(model: Any, num_tokens: int, num_logits: int, max_model_len: int) -> int:
-    """Most device memory that a step of so many tokens takes beside the weights and outside of attention; CUDA only."""
-    device = model.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    _run(model, _UNMASKED, _attend_to_nothing, torch.arange(num_tokens) % max_model_len, num_logits)
-    return torch.cuda.max_memory_allocated(device) - before
+def run_without_attention(model: Any, num_tokens: int, num_logits: int, max_model_len: int) -> Tensor:
+    """Run a step of so many tokens that attend to nothing; its logits, ``[num_logits, vocab]``."""
+    return _run(model, _UNMASKED, _attend_to_nothing, torch.arange(num_tokens) % max_model_len, num_logits)
 
 
-def _run(model: Any, name: str, attention: Callable[..., Any], positions: Tensor, num_logits: int) -> None:
-    """Run tokens through the model with another attention function."""
+def _run(model: Any, name: str, attention: Callable[..., Any], positions: Tensor, num_logits: int) -> Tensor:
+    """Logits of the first tokens, with another attention function."""
     AttentionInterface.register(name, attention)
     implementation = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -101,10 +96,12 @@ def _run(model: Any, name: str, attention: Callable[..., Any], positions: Tensor
     tokens = torch.zeros_like(positions)
     rows = torch.arange(num_logits, device=model.device)
     try:
-        model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+        output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     finally:
         model.set_attn_implementation(implementation)
         AttentionInterface.register(name, _attend_to_nothing)  # what was registered may hold the model
+    logits: Tensor = output.logits[0]
+    return logits
 
 
 def _attend_to_nothing(_module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, _mask: Any, **_: Any) -> tuple[Tensor, None]:
