@@ -26,6 +26,7 @@ from triton.testing import do_bench
 
 from tests.paged_attention import Case, Step, make_step
 from worker.engine.attention import flashinfer_backend, triton_backend
+from worker.engine.cuda_graphs import CudaGraphRecorder
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "value_dim": 64},
@@ -209,14 +210,7 @@ def _sdpa(step: Step) -> Run:
 
 def _captured(run: Run) -> Run:
     """The same work as a graph's replay."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = CudaGraphRecorder(torch.device("cuda", torch.cuda.current_device()))(lambda: (run(),))
     return graph.replay
 
 

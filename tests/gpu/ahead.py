@@ -19,10 +19,10 @@ class AheadLoop(Loop):
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
+        self.runner.copy_blocks(plan)
         if not plan.chunks:
             self._collect()
             return
-        self.runner.copy_blocks(plan)
         assert self.runner.run_ahead is not None
         pending = self.runner.run_ahead.launch(plan, self.pending)
         self._collect()

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: ``pytest tests/gpu``. Without one, each is skipped."""
+"""Tests that need a CUDA device: ``pytest tests/gpu``. Without one, those alone run whose logic can be tried on the CPU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,25 @@ if importlib.util.find_spec("structlog") is None:  # the engine logs through it;
     sys.modules["structlog"] = structlog
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those whose graph capture may fail in a way that spoils torch's allocator for the process come last."""
     for item in items:
-        if HERE in item.path.parents:
+        if HERE in item.path.parents and _parameters(item).get("device") != "cpu":
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    items.sort(key=lambda item: HERE in item.path.parents and item.get_closest_marker("experts") is not None)
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Of a test whose logic is tried on the CPU, too."""
+    return str(request.param)
 
 
 @pytest.fixture
