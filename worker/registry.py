@@ -171,8 +171,12 @@ class Registry:
             return self._by_entry.get((active.delivery.tier, active.delivery.entry.id)) is active
 
     def enter(self, delivery: Delivery) -> ActiveRequest:
+        """A new one, in the place of one of the same entry that still waits: Redis lost the delivery that brought it, and made another."""
         active = ActiveRequest(delivery)
         with self.lock:
+            former = self._by_entry.get((delivery.tier, delivery.entry.id))
+            if former is not None and former.outputs is None and former.outcome is None:
+                self.drop(former)
             self._by_entry[delivery.tier, delivery.entry.id] = active
             self._by_id.setdefault(active.id, active)
         return active

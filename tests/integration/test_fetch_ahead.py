@@ -13,7 +13,7 @@ import structlog
 
 from producer import Client, Handle
 from producer.errors import DeadlineExceeded
-from producer.keys import Keys
+from producer.keys import GROUP, Keys
 from tests.fakes import FakeEngine, expected_tokens
 from tests.servers import Server
 from tests.workers import QueueView, eventually, idle, worker_thread
@@ -164,3 +164,45 @@ def test_request_to_share_is_answered_with_the_latest_and_only_by_whom_it_names(
         assert_answered(held[:5])
         raw.xadd(view.keys.control, {"op": "claim", "worker": "idle"})
         assert_answered(held)
+
+
+def hand_back_and_claim(raw: redis.Redis, view: QueueView, held: list[str]) -> None:
+    """The holder gives the latter half to a worker that does not come for it, and takes it back."""
+
+    def num_handed_back() -> int:
+        return sum(pending["time_since_delivered"] > 3_600_000 for pending in view.pending())
+
+    Control(raw, view.keys).ask_to_share("holder", "idle")
+    eventually(lambda: num_handed_back() == len(held) // 2, "handed back")
+    raw.xadd(view.keys.control, {"op": "claim", "worker": "idle"})
+    eventually(lambda: num_handed_back() == 0, "claimed")
+
+
+def lose_deliveries(raw: redis.Redis, view: QueueView, held: list[str]) -> None:
+    """As when Redis comes back without its last writes: the group delivers again what it had delivered."""
+    stream, num_pending = view.keys.stream("realtime"), len(view.pending())
+    ((before, _),) = raw.xrevrange(stream, f"({held[0]}", "-", count=1)
+    with raw.pipeline(transaction=True) as pipe:
+        pipe.xack(stream, GROUP, *held)
+        pipe.xgroup_setid(stream, GROUP, before)
+        pipe.execute()
+    eventually(lambda: len(view.pending()) == num_pending, "delivered again")
+
+
+@pytest.mark.parametrize("come_back", [hand_back_and_claim, lose_deliveries])
+def test_entries_that_come_back_while_others_of_their_source_wait_are_run_once(
+    client: Client, serve: Serve, trace: Trace, view: QueueView, raw: redis.Redis, come_back: Callable[..., None]
+) -> None:
+    busy = client.submit_many([{"prompt": f"busy{i}", "max_tokens": 50_000} for i in range(6)])
+    with serve(name="holder", lease_s=60.0) as worker:
+        eventually(lambda: worker.loop.stats.running_realtime == 4, "full")
+        held = submit(client, 10, "held")
+        eventually(lambda: view.workers()["holder"].get("ahead") == "10", "held")
+        come_back(raw, view, [view.state(handle.id)["entry"] for handle in held])
+        for handle in busy:
+            handle.cancel()
+        assert_answered(held)
+        eventually(lambda: idle(worker) and view.length() == 0, "idle")
+    assert [id_ for id_ in trace.begun() if id_.startswith("held")] == [handle.id for handle in held]
+    assert [view.finals(handle.id) for handle in held] == [1] * 10
+    view.assert_clean()

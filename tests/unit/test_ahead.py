@@ -98,6 +98,21 @@ def test_who_ended_meanwhile_is_passed_over(how: str) -> None:
     assert len(ahead) == 0
 
 
+@pytest.mark.parametrize("how", ["purged", "lost", "read again"])
+def test_entry_that_comes_back_while_its_old_ticket_is_there_waits_in_its_place(how: str) -> None:
+    registry = Registry()
+    first, back, last = (registry.enter(active().delivery) for _ in range(3))
+    ahead = ahead_of(first, back, last)
+    if how != "read again":
+        registry.drop(back)
+    if how == "purged":
+        ahead.purge()
+    again = registry.enter(Delivery(back.delivery.entry))
+    ahead.push(again)
+    assert take(ahead, realtime=5) == [first, again, last]
+    assert len(ahead) == 0
+
+
 def test_as_many_are_wanted_as_find_place(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry()
     waiting = [registry.enter(active().delivery) for _ in range(5)]

@@ -40,22 +40,26 @@ W = TypeVar("W", bound=Waiter)
 
 
 class PlaceHeap(Generic[W]):
-    """Waiters in the order of their places. One that finishes is skipped when its turn comes (lazy deletion)."""
+    """Waiters in the order of their places, those of equal places as they came.
+
+    One that finishes is skipped when its turn comes (lazy deletion).
+    """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[tuple[float, int, int], W]] = []
+        self._entries: list[tuple[tuple[float, int, int], int, W]] = []
+        self._tie_break = count()  # waiters themselves have no order
         self._num_dead = 0
 
     def __len__(self) -> int:
         return len(self._entries) - self._num_dead
 
     def push(self, request: W) -> None:
-        heapq.heappush(self._entries, (request.place, request))
+        heapq.heappush(self._entries, (request.place, next(self._tie_break), request))
 
     def peek(self) -> W | None:
         """The first one; None where there is none."""
         while self._entries:
-            request = self._entries[0][1]
+            request = self._entries[0][-1]
             if request.status is not RequestStatus.FINISHED:
                 return request
             heapq.heappop(self._entries)
@@ -64,13 +68,13 @@ class PlaceHeap(Generic[W]):
 
     def pop(self) -> W:
         """Take out what `peek` shows."""
-        return heapq.heappop(self._entries)[1]
+        return heapq.heappop(self._entries)[-1]
 
     def note_finished(self) -> None:
         """One of these has just finished. Keeps the finished ones to a fraction, at O(1) each."""
         self._num_dead += 1
         if self._num_dead > _COMPACT_ABOVE and 2 * self._num_dead > len(self._entries):
-            self._entries = [entry for entry in self._entries if entry[1].status is not RequestStatus.FINISHED]
+            self._entries = [entry for entry in self._entries if entry[-1].status is not RequestStatus.FINISHED]
             heapq.heapify(self._entries)
             self._num_dead = 0
 
@@ -106,9 +110,10 @@ class FairQueue(Generic[W]):
 
     def push(self, request: W, *, lift: bool = True) -> SourceAccount[W]:
         """Take a request in; returns its source's account. ``lift`` unless it was only put aside for a moment."""
+        least_served = self._least_served() if lift else 0.0  # first, for it may put the source itself among the idle
         account = self._account(request.source)
-        if lift and not account.waiting:
-            account.served = max(account.served, self._least_served())
+        if not account.waiting:
+            account.served = max(account.served, least_served)
         account.waiting.push(request)
         if not account.active:
             self._activate(account)
