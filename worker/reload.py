@@ -108,13 +108,14 @@ class Reloader:
         if not self._over():
             self._swap(model)
         self.active = False
-        self._intake.resume()
+        if not self._over():
+            self._intake.resume()
 
     def _empty(self) -> None:
         """Finish what runs, for as long as there is time, and hand the rest back."""
         deadline_s = time.monotonic() + self._core.config.drain_s
         self._await(lambda: not self._core.registry.running or time.monotonic() >= deadline_s)
-        if self._core.registry.running:
+        if self._core.registry.running and not self._over():
             self._await(self._publisher.release().is_set)
 
     def _swap(self, model: str) -> None:

@@ -25,6 +25,7 @@ from tests.workers import QueueView, WorkerProcess, eventually, worker_thread
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.model_loader import prepare_model
+from worker.intake import Intake
 from worker.reload import Reload
 from worker.worker import Worker
 
@@ -173,7 +174,35 @@ def test_orders_that_come_together_are_all_carried_out_in_turn(server: Server, q
         assert view.workers()[worker.config.name]["model"] == "third"
 
 
-def test_worker_that_is_told_to_stop_while_it_loads_stops(server: Server, queue: str, client: Client, view: QueueView) -> None:
+@pytest.fixture
+def resumed(monkeypatch: pytest.MonkeyPatch) -> list[Intake]:
+    """Who was to fetch again and does not: whether it did would depend on which thread is quicker."""
+    intakes: list[Intake] = []
+
+    def resume(intake: Intake) -> None:
+        intakes.append(intake)
+
+    monkeypatch.setattr(Intake, "resume", resume)
+    return intakes
+
+
+def test_worker_that_is_told_to_stop_while_a_reload_finishes_what_runs_drains(
+    server: Server, queue: str, client: Client, resumed: list[Intake]
+) -> None:
+    with worker_thread(server.url, queue, FakeEngine(step_s=0.005), drain_s=60.0) as worker:
+        running = client.submit("hello", max_tokens=400)
+        eventually(lambda: running.status() == "running", "it runs")
+        worker.request_reload(Reload("second"))
+        eventually(lambda: worker.state == "reloading", "it finishes what runs")
+        worker.request_stop()
+        result = running.result(timeout=30)
+    assert (result.attempt, result.token_ids) == (1, expected_tokens("hello", 400))
+    assert resumed == []
+
+
+def test_worker_that_is_told_to_stop_while_it_loads_stops(
+    server: Server, queue: str, client: Client, view: QueueView, resumed: list[Intake]
+) -> None:
     loading, go_on = threading.Event(), threading.Event()
 
     def load(model: str) -> FakeEngine:
@@ -195,6 +224,7 @@ def test_worker_that_is_told_to_stop_while_it_loads_stops(server: Server, queue:
     go_on.set()
     thread.join(30)
     assert codes == [0]
+    assert resumed == []
     assert handle.status() == "queued"
 
 
