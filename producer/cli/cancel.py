@@ -16,9 +16,12 @@ def cancel(redis_url: str, queue: str, ids: tuple[str, ...]) -> None:
     Prints for each: cancelled (it had not started), cancelling (its worker was told), finished (too late), or unknown, which
     exits with 1.
     """
+    all_known = True
     with open_client(redis_url, queue) as client:
-        outcomes = [client.get(request_id).cancel() for request_id in ids]
-    for outcome in outcomes:
-        click.echo(outcome)
-    if "unknown" in outcomes:
+        handles = [client.get(request_id) for request_id in ids]  # a malformed id among them is told before any is cancelled
+        for handle in handles:
+            outcome = handle.cancel()
+            click.echo(outcome)
+            all_known = all_known and outcome != "unknown"
+    if not all_known:
         raise click.exceptions.Exit(1)

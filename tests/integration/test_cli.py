@@ -340,6 +340,22 @@ def test_cancel_prints_what_became_of_each(shell: Shell, client: Client) -> None
     assert shell("cancel").returncode == 2
 
 
+def test_cancel_of_a_malformed_id_among_others_cancels_none(shell: Shell, client: Client) -> None:
+    client.submit("a", id="x1")
+    run = shell("cancel", "x1", "a:b")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("headrace: INVALID_REQUEST: id must be")
+    assert client.get("x1").status() == "queued"
+
+
+def test_cancel_that_fails_has_said_what_became_of_those_before(shell: Shell, client: Client) -> None:
+    client.submit("a", id="x1")
+    client.redis.set(client.keys.state("x2"), "not a hash")
+    run = shell("cancel", "x1", "x2", "x3")
+    assert (run.returncode, run.stdout) == (69, "cancelled\n")
+    assert run.stderr.startswith("headrace: REDIS_UNAVAILABLE: ")
+
+
 # -- dead
 
 
