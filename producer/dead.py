@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from producer.calls import STATE_TTL_MS
-from producer.codec import encoding_of
+from producer.codec import encoding_of, request_id_of
 from producer.errors import InvalidRequest
 from producer.keys import Keys, Tier, check_tier
 from producer.scripts import Argument, load
@@ -80,18 +80,19 @@ def replay(client: redis.Redis, keys: Keys, letter: DeadLetter) -> str:
     """Put ``letter`` back on its stream, as the same request with its history; its old state and reply go.
 
     Returns:
-        ``queued``; ``gone`` where it is no dead letter any more; ``busy`` where its id is queued or running again.
+        ``queued``; ``gone`` where it is no dead letter any more; ``busy`` where its id is queued or running again; ``answered``
+        where the id was put again since, and the reply that is there is not this death's.
 
     Raises:
-        InvalidRequest: the letter does not say which tier it belongs to.
+        InvalidRequest: the letter has no usable id, or does not say which tier it belongs to.
     """
     tier: Tier = check_tier(letter.tier)
-    if not letter.id:
-        raise InvalidRequest("id is missing: what was never a request cannot be replayed", field="id")
+    if request_id_of(letter.request) is None:
+        raise InvalidRequest("id is missing or unusable: what was never a request cannot be replayed", field="id")
     fields = {name: value for name, value in letter.request.items() if name not in _NOT_REPLAYED}
     fields[b"history"] = json.dumps([*letter.history, letter.death]).encode()
     names = (keys.dead, keys.stream(tier), keys.reply(letter.id), keys.state(letter.id))
-    args: list[Argument] = [letter.entry, tier, encoding_of(letter.request), STATE_TTL_MS]
+    args: list[Argument] = [letter.entry, letter.ms, tier, encoding_of(letter.request), STATE_TTL_MS]
     args += [part for item in fields.items() for part in item]
     return _text(load("replay")(client, names, args)[0])
 

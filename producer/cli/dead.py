@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from producer import codec
+from producer.cli.group import complain
 from producer.cli.options import open_client, queue_options, redis_errors
 from producer.client import Client
 from producer.dead import DeadLetter, letters, purge, replay
@@ -19,6 +20,7 @@ from producer.errors import InvalidRequest, UnknownRequest
 _ids = click.argument("ids", metavar="[ID]...", nargs=-1)
 _all = click.option("--all", "everything", is_flag=True, help="All dead letters.")
 _json = click.option("--json", "as_json", is_flag=True, help="A JSON object a line.")
+_REFUSALS = {"busy": "is queued or running again", "answered": "was put again since it died, and has been answered"}
 
 
 @click.group()
@@ -57,7 +59,10 @@ def show(redis_url: str, queue: str, id: str, as_json: bool) -> None:  # noqa: A
 @_all
 @queue_options
 def replay_(redis_url: str, queue: str, ids: tuple[str, ...], everything: bool) -> None:
-    """Put them back on their streams, with the same id and their history; prints their ids."""
+    """Put them back on their streams, with the same id and their history; prints their ids.
+
+    One that cannot be put back stays, and is told on stderr; the others are, and it exits with 1.
+    """
     _for_each(redis_url, queue, ids, everything, _replay_one)
 
 
@@ -72,18 +77,25 @@ def purge_(redis_url: str, queue: str, ids: tuple[str, ...], everything: bool) -
 
 def _replay_one(client: Client, letter: DeadLetter) -> bool:
     outcome = replay(client.redis, client.keys, letter)
-    if outcome == "busy":
-        raise InvalidRequest(f"{letter.id} is queued or running again", field="id")
+    if outcome in _REFUSALS:
+        raise InvalidRequest(f"{letter.id} {_REFUSALS[outcome]}", field="id")
     return outcome == "queued"
 
 
 def _for_each(redis_url: str, queue: str, ids: Sequence[str], everything: bool, act: Any) -> None:
     if everything == bool(ids):
         raise click.UsageError("give either IDs or --all")
+    refused = False
     with open_client(redis_url, queue) as client, redis_errors():
         for letter in _all_now(client) if everything else _find(client, ids):
-            if act(client, letter):
-                click.echo(letter.id or letter.entry)
+            try:
+                if act(client, letter):
+                    click.echo(letter.id or letter.entry)
+            except InvalidRequest as error:
+                complain(error, f"dead letter {letter.entry}: ")
+                refused = True
+    if refused:
+        raise click.exceptions.Exit(1)
 
 
 def _all_now(client: Client) -> Iterator[DeadLetter]:

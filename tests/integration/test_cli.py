@@ -19,6 +19,7 @@ from producer.keys import GROUP, Keys
 from producer.status import read_status
 from tests.responder import Responder, Taken, echo
 from tests.servers import Server, free_port
+from tests.workers import eventually
 from worker.stream.heartbeat import Heartbeat
 
 T_S = 30.0
@@ -367,7 +368,7 @@ def letter(client: Client, queue: str) -> str:
     entries: Any = client.redis.xrange(keys.stream("batch"))
     [[entry_id, fields]] = entries
     client.redis.xtrim(keys.stream("batch"), maxlen=0)
-    client.redis.hset(keys.state("x1"), "status", "failed")
+    client.redis.hset(keys.state("x1"), mapping={"status": "failed", "finished_ms": 1760000000000})
     client.redis.xadd(keys.reply("x1"), {"type": "error"})
     death: dict[Any, Any] = {"dead_code": "POISONED", "dead_message": "given up", "dead_tier": "batch", "dead_attempts": 3}
     death |= {"dead_worker": "w1", "dead_ms": 1760000000000, "dead_entry": entry_id, "history": '[{"code":"POISONED","attempts":2}]'}
@@ -404,11 +405,37 @@ def test_dead_replay_keeps_id_and_history(shell: Shell, client: Client, letter: 
     assert client.get("x1").result(timeout=T_S).text == "secret prompt"
 
 
-def test_dead_replay_leaves_a_request_alone_that_is_queued_again(shell: Shell, client: Client, letter: str) -> None:
-    client.redis.delete(client.keys.state("x1"))
-    client.submit("again", id="x1")
-    assert outcome(shell("dead", "replay", "x1")) == (1, "", "headrace: INVALID_REQUEST: x1 is queued or running again\n")
-    assert client.redis.xlen(client.keys.dead) == 1
+@pytest.mark.parametrize("status", ["queued", "running", "done", "failed", "cancelled"])
+def test_dead_replay_leaves_an_id_alone_that_was_put_again(
+    shell: Shell, client: Client, letter: str, respond: Callable[..., Responder], status: str
+) -> None:
+    ends: dict[str, Callable[[Taken], None]] = {"done": echo, "failed": lambda taken: taken.error(BatchFailed("the step failed"))}
+    client.redis.delete(client.keys.state("x1"), client.keys.reply("x1"))
+    handle = client.submit("again", id="x1")
+    if status == "cancelled":
+        handle.cancel()
+    elif status != "queued":
+        respond(ends.get(status, lambda _: None))
+    eventually(lambda: handle.status() == status, status)
+    before = client.redis.xrange(client.keys.reply("x1"))
+    why = "is queued or running again" if status in ("queued", "running") else "was put again since it died, and has been answered"
+    assert outcome(shell("dead", "replay", "x1")) == (1, "", f"headrace: dead letter {letter}: INVALID_REQUEST: x1 {why}\n")
+    assert (handle.status(), client.redis.xlen(client.keys.dead)) == (status, 1)
+    assert client.redis.xrange(client.keys.reply("x1")) == before
+
+
+def test_dead_replay_of_all_passes_over_those_that_it_cannot_replay(shell: Shell, client: Client, letter: str) -> None:
+    client.submit("again", id="busy")
+    died: dict[Any, Any] = {"json": "{}", "dead_tier": "batch", "dead_ms": 1}
+    refused = [died, died | {"id": "a:b"}, died | {"id": "x2", "dead_tier": ""}, died | {"id": "busy"}]
+    entries: list[Any] = [client.redis.xadd(client.keys.dead, fields) for fields in refused]
+    client.redis.xadd(client.keys.dead, died | {"id": "x3"})
+    run = shell("dead", "replay", "--all")
+    assert (run.returncode, run.stdout) == (1, "x1\nx3\n")
+    told = [line.split(": ")[:3] for line in run.stderr.splitlines()]
+    assert told == [["headrace", f"dead letter {entry.decode()}", "INVALID_REQUEST"] for entry in entries]
+    left: Any = client.redis.xrange(client.keys.dead)
+    assert [entry for entry, _ in left] == entries
 
 
 def test_dead_purge_throws_away(shell: Shell, client: Client, letter: str) -> None:

@@ -9,6 +9,7 @@ import redis
 from producer import scripts
 from producer.codec import decode_error, decode_frame, decode_result, encode_body
 from producer.connection import connect
+from producer.dead import letters, replay
 from producer.errors import Cancelled, DeadlineExceeded, Poisoned
 from producer.keys import GROUP
 from producer.wire import Chunk, Result
@@ -253,6 +254,23 @@ def test_poisoned_request_is_answered_and_dead_lettered(pair: LedgerPair) -> Non
         b"dead_entry": delivery.entry.id.encode(),
     }
     assert (pair.view.length(), pair.view.pending()) == (0, [])
+
+
+def test_dead_letter_is_replayed_where_its_own_error_stands_and_not_where_another_reply_does(pair: LedgerPair) -> None:
+    def replayed() -> str:
+        (letter,) = letters(pair.client, pair.keys)
+        return replay(pair.client, pair.keys, letter)
+
+    settle(pair.one, pair.begun().fail(Poisoned("given up")))
+    assert replayed() == "queued"
+    (again,) = pair.read()
+    begin(pair.one, again)
+    settle(pair.one, again.fail(Poisoned("given up again")))
+    pair.client.delete(pair.keys.state("x1"), pair.keys.reply("x1"))  # as when they expire
+    finish(pair.one, pair.begun(), "good")
+    assert replayed() == "answered"
+    (frame,) = pair.view.frames("x1")
+    assert decode_result(decode_frame(frame)).text == "good"
 
 
 @pytest.mark.parametrize(("crashed", "attempt"), [(False, 1), (True, 2)])
