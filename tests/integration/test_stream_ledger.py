@@ -7,6 +7,7 @@ import pytest
 import redis
 
 from producer import scripts
+from producer.calls import STATE_TTL_MS
 from producer.codec import decode_error, decode_frame, decode_result, encode_body
 from producer.connection import connect
 from producer.dead import letters, replay
@@ -37,6 +38,26 @@ def test_bare_entry_gets_a_state_when_it_is_begun(pair: LedgerPair) -> None:
         "enqueued_ms": entry.split("-")[0],
         "started_ms": "",
     }
+
+
+@pytest.mark.parametrize("verdict", ["run", "held", "cancelled", "expired", "suspect", "poisoned"])
+def test_state_that_is_made_for_a_bare_entry_expires_even_if_nobody_ends_it(pair: LedgerPair, verdict: str) -> None:
+    if verdict == "cancelled":
+        pair.client.hset(pair.keys.state("x1"), "cancel", "1")
+    pair.put(**({"deadline_ms": 1} if verdict == "expired" else {}))
+    (delivery,) = pair.read()
+    count = {"suspect": 3, "poisoned": 4}.get(verdict, 1)
+    pair.client.xclaim(pair.keys.stream("realtime"), GROUP, "one", 0, [delivery.entry.id], retrycount=count)
+    (begun,) = (pair.one.hold if verdict == "held" else pair.one.begin)([delivery])
+    assert begun.verdict == verdict
+    assert 0 < pair.client.pttl(pair.keys.state("x1")) <= STATE_TTL_MS
+
+
+def test_lifetime_of_a_state_that_has_one_is_left_alone(pair: LedgerPair) -> None:
+    pair.client.hset(pair.keys.state("x1"), "status", "queued")
+    pair.client.pexpire(pair.keys.state("x1"), 100_000)
+    pair.begun()
+    assert 0 < pair.client.pttl(pair.keys.state("x1")) <= 100_000
 
 
 def test_state_keeps_when_it_was_first_begun_and_had_its_first_token(pair: LedgerPair) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import redis
 from redis.exceptions import ResponseError
 
+from producer.calls import STATE_TTL_MS
 from producer.codec import decode_chunk, decode_frame
 from producer.errors import InternalError
 from producer.keys import CONTROL_LENGTH, GROUP, TIERS, Keys
@@ -210,7 +211,7 @@ class Ledger:
     def _begin(self, delivery: Delivery, purpose: str | int) -> Call:
         (other,) = (self._keys.stream(tier) for tier in TIERS if tier != delivery.tier)
         args = [GROUP, self._consumer, delivery.entry.id, delivery.tier, _or_nothing(delivery.deadline_ms), delivery.encoding]
-        args += [self._max_attempts, ALONE_FROM_ATTEMPT, purpose, int(not delivery.entry.counted)]
+        args += [self._max_attempts, ALONE_FROM_ATTEMPT, purpose, int(not delivery.entry.counted), STATE_TTL_MS]
         return load("begin"), [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), other], args
 
     def _publish(self, frames: Sequence[TokensFrame]) -> Call:

@@ -4,12 +4,12 @@
 -- ARGV: group, consumer, entry, tier, deadline in ms or '', encoding,
 --       attempts after which it is given up, attempts from which it runs alone,
 --       what for: 'run' it, 'hold' it until its turn comes, or the attempt that it is given now that its turn has come,
---       1 where the delivery count has not this delivery in it, else 0
+--       1 where the delivery count has not this delivery in it, else 0, TTL in ms of a state that is made here
 -- Returns: verdict, attempt, now in ms, 1 if somebody streams it, output tokens published, enqueued_ms,
 --          when any attempt began it first, and when any had published its first token, each nil where none has
 local stream, reply, state, other_stream = unpack(KEYS)
 local group, consumer, entry, tier, deadline_ms, encoding = unpack(ARGV, 1, 6)
-local max_attempts, alone_from, purpose, uncounted = unpack(ARGV, 7, 10)
+local max_attempts, alone_from, purpose, uncounted, state_ttl_ms = unpack(ARGV, 7, 11)
 
 local where, published, count = standing(stream, group, consumer, entry, reply, state)
 local now = now_ms()
@@ -39,6 +39,7 @@ end
 
 redis.call('HSETNX', state, 'enqueued_ms', string.match(entry, '^%d+'))
 redis.call('HSET', state, 'tier', tier, 'entry', entry, 'encoding', encoding)
+redis.call('PEXPIRE', state, state_ttl_ms, 'NX')
 if deadline_ms ~= '' then
   redis.call('HSET', state, 'deadline_ms', deadline_ms)
 end
