@@ -115,8 +115,9 @@ def enqueue(items: Sequence[Submission], keys: Keys, patience: Patience) -> Call
     """Put requests on their streams, `PIPELINE` at a time. A full queue refuses in the ticket, the others go on.
 
     Raises:
-        RedisUnavailable: and it is unknown which were accepted; putting them again under the same ids is safe.
-        InvalidRequest: ``durable`` was asked for, and this server cannot.
+        RedisUnavailable: and it is unknown which were accepted; putting them again under the same ids is safe. Where it is not
+            `retryable`, those that are new and ``durable`` were cancelled, for they may not be on disk: they need other ids.
+        InvalidRequest: ``durable`` was asked for, and this server cannot; they were cancelled as well.
     """
     tickets: list[Ticket] = []
     for start in range(0, len(items), PIPELINE):
@@ -126,10 +127,14 @@ def enqueue(items: Sequence[Submission], keys: Keys, patience: Patience) -> Call
 
 def _enqueue_part(items: Sequence[Submission], keys: Keys, patience: Patience) -> Call[list[Ticket]]:
     durable = any(item.durable for item in items)
-    batch = Batch(tuple(item.command() for item in items) + ((_wait_for_disk(patience),) if durable else ()))
-    replies = yield from exchange(lambda: batch, patience, scripts.load("enqueue"), judge_last=durable)
+    commands = tuple(item.command() for item in items)
+    replies = yield from exchange(
+        lambda: Batch((*commands, _wait_for_disk(patience)) if durable else commands), patience, scripts.load("enqueue"), judge_last=durable
+    )
     if durable:
-        yield from _check_durable(replies.pop(), items, keys, patience)
+        confirmed = replies.pop()
+        new = [item for item, reply in zip(items, replies, strict=True) if item.durable and reply[0] == b"queued"]
+        yield from _check_durable(confirmed, new, keys, patience)
     return [_ticket(item, reply) for item, reply in zip(items, replies, strict=True)]
 
 
@@ -148,15 +153,22 @@ def _wait_for_disk(patience: Patience) -> tuple[Argument, ...]:
     return ("WAITAOF", 1, 0, max(1, int(min(SOCKET_TIMEOUT_S / 2, patience.remaining_s()) * 1000)))
 
 
-def _check_durable(reply: Any, items: Sequence[Submission], keys: Keys, patience: Patience) -> Call[None]:
-    """Take requests back that could not be made durable: an error means that nothing runs."""
-    if not isinstance(reply, ResponseError) and reply[0] >= 1:
+def _check_durable(confirmed: Any, new: Sequence[Submission], keys: Keys, patience: Patience) -> Call[None]:
+    """Take back what was put just now and is not durable; what was on the queue before goes on.
+
+    Args:
+        confirmed: what WAITAOF said.
+    """
+    if not isinstance(confirmed, ResponseError) and confirmed[0] >= 1:
         return
-    for item in items:
+    for item in new:
         yield from cancel(keys, item.request_id, patience)
-    if isinstance(reply, ResponseError):
-        raise InvalidRequest(f"durable must be off, this server cannot: {reply}", field="durable")
-    raise RedisUnavailable("Redis did not confirm in time that the request is on disk; it was cancelled")
+    cancelled = "; it was cancelled: put it again under another id" if new else ""
+    if isinstance(confirmed, ResponseError):
+        raise InvalidRequest(f"durable must be off, this server cannot ({confirmed}){cancelled}", field="durable")
+    error = RedisUnavailable(f"Redis did not confirm in time that the request is on disk{cancelled}")
+    error.retryable = not new
+    raise error
 
 
 def cancel(keys: Keys, request_id: str, patience: Patience) -> Call[CancelOutcome]:

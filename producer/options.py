@@ -30,6 +30,7 @@ class CommonOptions(TypedDict, total=False):
         stream: have a frame published every step from the first; `Handle.stream` asks for that where it is missing. Refused with
             ``n`` > 1, whose outputs come with the final reply alone.
         durable: return only when the request is on Redis's disk (WAITAOF; Redis 7.2 with ``appendonly yes``).
+            One that is not there in time is cancelled, and its id used up.
     """
 
     messages: Sequence[Mapping[str, Any]] | None

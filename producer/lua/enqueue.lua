@@ -14,6 +14,7 @@ local state_ttl_ms, reply_ttl_ms, finished_state_ttl_ms, encoding, cancelled_bod
 local known = redis.call('HMGET', state, 'status', 'cancel')
 local status, cancelled = known[1], known[2]
 if status then
+  redis.call('HSET', state, 'status', status) -- as it was: a WAITAOF behind it waits for what this connection wrote
   return { 'exists', status }
 end
 

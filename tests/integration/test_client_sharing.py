@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +16,10 @@ from producer import (
     Client,
     HeadraceError,
     InvalidRequest,
+    RedisUnavailable,
 )
+from producer.options import BatchItem
+from tests.proxy import Proxy
 from tests.responder import Held, Responder, Taken, echo
 from tests.servers import Server
 
@@ -152,9 +155,11 @@ def test_repr_and_errors_hold_no_secret(queue: str) -> None:
 
 def test_durable_needs_an_append_only_file(server_kind: str, queue: str) -> None:
     with Server(server_kind) as server, Client(server.url, queue) as client:
-        with pytest.raises(InvalidRequest, match="durable"):
-            client.submit("hi", id="x1", durable=True)
-        assert client.get("x1").status() == "cancelled"
+        client.submit("hi", id="known")
+        for name, status in (("x1", "cancelled"), ("known", "queued")):
+            with pytest.raises(InvalidRequest, match="durable"):
+                client.submit("hi", id=name, durable=True)
+            assert client.get(name).status() == status
 
 
 def test_durable_request_is_on_disk(server_kind: str, queue: str) -> None:
@@ -164,6 +169,43 @@ def test_durable_request_is_on_disk(server_kind: str, queue: str) -> None:
         handle = client.submit("hi", durable=True)
         server.restart()
         assert handle.status() == "queued"
+
+
+@pytest.fixture
+def unsynced(server_kind: str) -> Iterator[Server]:
+    """A server that syncs nothing to its disk until it is told to."""
+    if server_kind == "redis7":
+        pytest.skip("WAITAOF came with Redis 7.2")
+    with Server(server_kind, appendonly="yes", appendfsync="no") as server:
+        yield server
+
+
+@pytest.mark.parametrize("how", ["reply lost", "put before"])
+def test_known_request_is_durable_only_once_it_is_on_disk(unsynced: Server, queue: str, how: str) -> None:
+    with Proxy(unsynced.port).running() as proxy, Client(proxy.url, queue, patience_s=1.0) as client:
+        if how == "reply lost":
+            client.submit("warm-up")  # the server knows the script
+            proxy.cut_replies = 1
+        else:
+            client.submit("hi", id="x1")
+            proxy.cut_all()  # what it was put by is another connection
+        with pytest.raises(RedisUnavailable, match="on disk") as raised:
+            client.submit("hi", id="x1", durable=True)
+        assert proxy.cut_replies == 0
+        assert raised.value.retryable
+        client.redis.config_set("appendfsync", "always")
+        assert client.submit("hi", id="x1", durable=True).status() == "queued"
+
+
+def test_only_what_is_new_and_to_be_durable_is_cancelled_where_it_is_not(unsynced: Server, queue: str) -> None:
+    with Client(unsynced.url, queue, patience_s=0.5, max_queue_depth=3) as client:
+        client.submit("hi", id="known")
+        items: list[BatchItem] = [{"prompt": "hi", "id": name, "durable": name != "beside"} for name in ("known", "new", "beside", "late")]
+        with pytest.raises(RedisUnavailable, match="cancelled: put it again under another id") as raised:
+            client.submit_many(items)
+        assert not raised.value.retryable
+        assert [client.get(str(item["id"])).status() for item in items] == ["queued", "cancelled", "queued", "unknown"]
+        assert not client.redis.exists(client.keys.state("late")), "there was no room for it, and may be later"
 
 
 def test_redis_replies_are_bytes_whatever_the_url_says(any_server: Server, queue: str, respond: Callable[..., Responder]) -> None:
