@@ -9,11 +9,11 @@ from typing import Any, TypeVar, Unpack
 
 import redis
 import redis.asyncio as aioredis
-from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import ResponseError
 
 from producer.calls import CancelOutcome, Status, Ticket
 from producer.connection import connect_async
-from producer.core import DEFAULT_URL, ClientCore, HandleCore, Settings
+from producer.core import CONNECTION, DEFAULT_URL, ClientCore, HandleCore, Settings
 from producer.exchange import Batch, Call, Pause
 from producer.options import BatchItem, CommonOptions, RequestOptions
 from producer.wire import Chunk, Result
@@ -30,7 +30,7 @@ class AsyncClient(ClientCore):
     def __init__(self, url: str = DEFAULT_URL, queue: str = "default", **settings: Unpack[Settings]) -> None:
         """As `ClientCore` says."""
         super().__init__(url, queue, **settings)
-        self._connected: aioredis.Redis | None = connect_async(url, queue=queue)
+        self._connected: aioredis.Redis | None = self._connect()
 
     async def submit_and_wait(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]
@@ -64,8 +64,11 @@ class AsyncClient(ClientCore):
     def redis(self) -> aioredis.Redis:
         """The redis-py client below, for commands of the caller's own."""
         if self._connected is None:
-            self._connected = connect_async(self._url, queue=self.queue)
+            self._connected = self._connect()
         return self._connected
+
+    def _connect(self) -> aioredis.Redis:
+        return connect_async(self._url, queue=self.queue, **CONNECTION)
 
     async def close(self) -> None:
         """Close all connections; the client connects anew if it is used again."""
@@ -137,7 +140,7 @@ class AsyncHandle(HandleCore):
 async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
     """One exchange on one connection, which goes back to the pool only if it owes no reply."""
     num_cancels = _num_cancels()
-    connection = await pool.get_connection()
+    connection = await _get_connection(pool, batch.connect_limit_s)
     try:
         _check_cancelled(num_cancels)
         async with asyncio.timeout(batch.limit_s) as limit:
@@ -149,8 +152,6 @@ async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
             limit.reschedule(None)
             for _ in batch.commands[1:]:
                 replies.append(await _read(connection))  # noqa: PERF401 - in order, one at a time
-        if any(isinstance(reply, ReadOnlyError) for reply in replies):
-            await connection.disconnect()  # this server has become a replica: look for the master again
         return replies
     except TimeoutError:
         await connection.disconnect(nowait=True)
@@ -160,6 +161,14 @@ async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
         raise
     finally:
         await pool.release(connection)
+
+
+async def _get_connection(pool: aioredis.ConnectionPool, limit_s: float) -> Any:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await pool.get_connection()
+    except TimeoutError:
+        raise redis.TimeoutError(f"no connection within {limit_s:g} s") from None
 
 
 def _num_cancels() -> int:

@@ -10,13 +10,14 @@ from typing import Any, TypeVar, Unpack
 
 import redis
 from redis import Redis
-from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import ResponseError
 
 from producer.calls import CancelOutcome, Status, Ticket
 from producer.connection import connect
-from producer.core import DEFAULT_URL, ClientCore, HandleCore, Settings
+from producer.core import CONNECTION, DEFAULT_URL, ClientCore, HandleCore, Settings
 from producer.exchange import Batch, Call, Pause
 from producer.options import BatchItem, CommonOptions, RequestOptions
+from producer.sockets import within
 from producer.wire import Chunk, Result
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class Client(ClientCore):
     def __init__(self, url: str = DEFAULT_URL, queue: str = "default", **settings: Unpack[Settings]) -> None:
         """As `ClientCore` says."""
         super().__init__(url, queue, **settings)
-        self._by_process: dict[int, Redis] = {os.getpid(): connect(url, queue=queue)}
+        self._by_process: dict[int, Redis] = {os.getpid(): self._connect()}
 
     def submit_and_wait(self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]) -> Result:
         """Run one request and return its result.
@@ -92,10 +93,13 @@ class Client(ClientCore):
 
         A child takes nothing over: a lock of the pool may have been held by a thread that was not forked along.
         """
-        client = self._by_process.setdefault(pid, connect(self._url, queue=self.queue))
+        client = self._by_process.setdefault(pid, self._connect())
         for other in self._by_process.keys() - {pid}:
             self._by_process.pop(other, None)
         return client
+
+    def _connect(self) -> Redis:
+        return connect(self._url, queue=self.queue, **CONNECTION)
 
     def close(self) -> None:
         """Close all connections; the client connects anew if it is used again."""
@@ -184,15 +188,13 @@ class Handle(HandleCore):
 
 def _send(pool: redis.ConnectionPool, batch: Batch) -> list[Any]:
     """One exchange on one connection, which goes back to the pool only if it owes no reply."""
-    connection = pool.get_connection()
+    with within(batch.connect_limit_s):
+        connection = pool.get_connection()
     try:
         connection.send_packed_command(connection.pack_commands(batch.commands))
         if not connection.can_read(timeout=batch.limit_s):
             raise redis.TimeoutError(f"no reply within {batch.limit_s:g} s")
-        replies = [_read(connection) for _ in batch.commands]
-        if any(isinstance(reply, ReadOnlyError) for reply in replies):
-            connection.disconnect()  # this server has become a replica: look for the master again
-        return replies
+        return [_read(connection) for _ in batch.commands]
     except BaseException:
         connection.disconnect()
         raise

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.asyncio as aioredis
-from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.connection import AbstractConnection, Connection
 from redis.crc import key_slot
 from redis.exceptions import AuthenticationError, ClusterDownError, ConnectionError, MovedError, TimeoutError  # noqa: A004 - redis-py's
 
-from producer.sockets import Address, Tcp, Tls
+from producer.sockets import Address, AsyncTcp, AsyncTls, Tcp, Tls
 
 _UNREACHABLE = (ConnectionError, TimeoutError, ClusterDownError)
 
@@ -185,12 +184,12 @@ class _AsyncFollower(aioredis.connection.AbstractConnection):
             raise ConnectionError("the queue has moved to another node of the cluster") from None
 
 
-class AsyncClusterTcp(_AsyncFollower, aioredis.Connection):
-    plain = aioredis.Connection
+class AsyncClusterTcp(_AsyncFollower, AsyncTcp):
+    plain = AsyncTcp
 
 
-class AsyncClusterTls(_AsyncFollower, AsyncSSLConnection):
-    plain = AsyncSSLConnection
+class AsyncClusterTls(_AsyncFollower, AsyncTls):
+    plain = AsyncTls
 
 
 FOLLOWERS: dict[type, type] = {cls.plain: cls for cls in (ClusterTcp, ClusterTls, AsyncClusterTcp, AsyncClusterTls)}

@@ -18,8 +18,6 @@ from urllib.parse import unquote
 import redis
 import redis.asyncio as aioredis
 from redis import exceptions
-from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
-from redis.asyncio.connection import UnixDomainSocketConnection as AsyncUnixConnection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
@@ -28,7 +26,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from producer.keys import Keys
-from producer.sockets import Address, SentinelTcp, SentinelTls, Tcp, Tls, Unix
+from producer.sockets import Address, AsyncTcp, AsyncTls, AsyncUnix, SentinelTcp, SentinelTls, Tcp, Tls, Unix
 
 SOCKET_TIMEOUT_S = 10.0  # no reply for this long is a dead connection
 CONNECT_TIMEOUT_S = 5.0
@@ -121,7 +119,7 @@ class Backoff:
 
 
 _CLASSES: dict[str, type] = {"redis": Tcp, "rediss": Tls, "unix": Unix}
-_ASYNC_CLASSES: dict[str, type] = {"redis": aioredis.Connection, "rediss": AsyncSSLConnection, "unix": AsyncUnixConnection}
+_ASYNC_CLASSES: dict[str, type] = {"redis": AsyncTcp, "rediss": AsyncTls, "unix": AsyncUnix}
 
 
 def _scheme(url: str) -> str:
@@ -223,7 +221,9 @@ def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[
 def _connect_sentinel(url: str, retry: Retry, options: dict[str, Any]) -> redis.Redis:
     addresses, service, plain = _split_sentinel(url)
     kwargs, sentinel_kwargs = _sentinel_options(plain, retry, options)
-    sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_kwargs)
+    sentinel = Sentinel((), sentinel_kwargs=sentinel_kwargs)
+    pools = [redis.ConnectionPool(connection_class=Tcp, host=host, port=port, **sentinel_kwargs) for host, port in addresses]
+    sentinel.sentinels = [redis.Redis.from_pool(pool) for pool in pools]
     cls = SentinelTls if plain.startswith("rediss") else SentinelTcp
     master: redis.Redis = sentinel.master_for(service, connection_class=cls, **kwargs)
     return master

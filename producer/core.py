@@ -21,6 +21,7 @@ from producer.wire import Chunk, Encoding, Result
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 DEADLINE_GRACE_S = 5.0  # how long after its caller's timeout a request that could not be cancelled may still run
 ABANDON_S = 1.0  # how long the cancelling of an abandoned request may take
+CONNECTION = {"health_check_interval": 0}  # a PING before a call has a time limit of its own, and each exchange finds a dead peer
 
 
 class Settings(TypedDict, total=False):

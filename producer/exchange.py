@@ -31,11 +31,13 @@ class Batch:
     """Commands to be sent at once on one connection.
 
     The driver answers with one raw RESP2 reply a command, a `ResponseError` standing for itself, or throws the `RedisError`
-    that broke the connection. No first reply within ``limit_s`` is a `redis.TimeoutError`.
+    that broke the connection. No connection within ``connect_limit_s`` is a `redis.TimeoutError`, and so is no first reply
+    within ``limit_s`` after that.
     """
 
     commands: tuple[tuple[Argument, ...], ...]
     limit_s: float = SOCKET_TIMEOUT_S
+    connect_limit_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,9 @@ def exchange(make: Callable[[], Batch], patience: Patience, script: Script | Non
     prelude: tuple[tuple[Argument, ...], ...] = ()
     while True:
         batch = make()
+        left_s = patience.remaining_s() + GRACE_S
         try:
-            replies = yield Batch(prelude + batch.commands, min(batch.limit_s, patience.remaining_s() + GRACE_S))
+            replies = yield Batch(prelude + batch.commands, min(batch.limit_s, left_s), connect_limit_s=left_s)
         except RedisError as error:
             yield patience.pause(error)
             continue

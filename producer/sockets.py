@@ -1,18 +1,57 @@
-"""redis-py's blocking connections, which leave no half-open socket behind when their handshake is interrupted.
+"""redis-py's connections, as clients and workers need them.
 
-redis-py closes it on its own errors only; after a KeyboardInterrupt the pool would lend out a connection that still waits
-for a reply, and its next user would take that for its own.
+They leave a server that takes no writes: a master that was demoted keeps its connections open, and whoever stayed would never
+come to the new one, which is behind the same name. Blocking ones can be told how long they may take (`within`), and leave no
+half-open socket behind when their handshake is interrupted: redis-py closes it on its own errors only, and after a
+KeyboardInterrupt the pool would lend out a connection that still waits for a reply, which its next user would take for its own.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis.asyncio.connection import AbstractConnection as AsyncAbstractConnection
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
+from redis.asyncio.connection import UnixDomainSocketConnection as AsyncUnixConnection
 from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.exceptions import ConnectionError, ReadOnlyError  # noqa: A004 - redis-py's
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 Address = tuple[str, int]  # host and port
 
+DEMOTED = "the server is a replica now and takes no writes"
+_LEAST_S = 0.001  # zero would be a socket that never waits
+_until_s: ContextVar[float] = ContextVar("until_s", default=math.inf)
 
-class _CleanHandshake(AbstractConnection):
+
+@contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """What blocking connections do meanwhile ends after ``limit_s``: connecting, TLS, the handshake, asking others where to connect.
+
+    Only the addresses of one name have as long each.
+    """
+    token = _until_s.set(time.monotonic() + limit_s)
+    try:
+        yield
+    finally:
+        _until_s.reset(token)
+
+
+def _left_of(timeout_s: float | None) -> float | None:
+    """A timeout of redis-py's, or what is left of `within` where that is less."""
+    left_s = max(_LEAST_S, _until_s.get() - time.monotonic())
+    return timeout_s if left_s == math.inf else min(left_s, math.inf if timeout_s is None else timeout_s)
+
+
+class _Blocking(AbstractConnection):
+    _sock: Any
+
     def connect(self) -> None:
         try:
             super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
@@ -20,22 +59,61 @@ class _CleanHandshake(AbstractConnection):
             self.disconnect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
             raise
 
+    def _connect(self) -> Any:
+        """The timeouts are put back before the parser takes them for the connection's."""
+        own = self.socket_connect_timeout, self.socket_timeout
+        self.socket_connect_timeout, self.socket_timeout = map(_left_of, own)
+        try:
+            return super()._connect()  # type: ignore[no-untyped-call, safe-super]  # redis-py: not annotated, and the next class has one
+        finally:
+            self.socket_connect_timeout, self.socket_timeout = own
 
-class Tcp(_CleanHandshake, Connection):
+    def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sock is not None:
+            self._sock.settimeout(_left_of(self.socket_timeout))
+        try:
+            return super().read_response(*args, **kwargs)
+        except ReadOnlyError:
+            self.disconnect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+            raise ConnectionError(DEMOTED) from None
+
+
+class Tcp(_Blocking, Connection):
     pass
 
 
-class Tls(_CleanHandshake, SSLConnection):
+class Tls(_Blocking, SSLConnection):
     pass
 
 
-class Unix(_CleanHandshake, UnixDomainSocketConnection):
+class Unix(_Blocking, UnixDomainSocketConnection):
     pass
 
 
-class SentinelTcp(_CleanHandshake, SentinelManagedConnection):
+class SentinelTcp(_Blocking, SentinelManagedConnection):
     pass
 
 
-class SentinelTls(_CleanHandshake, SentinelManagedSSLConnection):
+class SentinelTls(_Blocking, SentinelManagedSSLConnection):
+    pass
+
+
+class _Async(AsyncAbstractConnection):
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().read_response(*args, **kwargs)
+        except ReadOnlyError:
+            await self.disconnect(nowait=True)
+            raise ConnectionError(DEMOTED) from None
+
+
+class AsyncTcp(_Async, aioredis.Connection):
+    pass
+
+
+class AsyncTls(_Async, AsyncSSLConnection):
+    pass
+
+
+class AsyncUnix(_Async, AsyncUnixConnection):
     pass

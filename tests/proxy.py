@@ -16,6 +16,7 @@ class Proxy:
     """Forwards connections on `port` to ``target_port``, each way in a thread of its own.
 
     Attributes:
+        target_port: where connections go from now on; those that are open stay where they are.
         cut_replies: how many more replies are swallowed, each together with its connection.
         num_connections: how many were opened so far.
         delay_s: how late everything arrives, each way.
@@ -23,7 +24,7 @@ class Proxy:
     """
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.cut_replies = 0
@@ -62,7 +63,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                server = socket.create_connection(("127.0.0.1", self._target_port))
+                server = socket.create_connection(("127.0.0.1", self.target_port))
             except OSError:  # refused, as by the server itself
                 _close(client)
                 continue

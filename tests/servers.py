@@ -103,6 +103,12 @@ class Server:
         """A plain redis-py client of it, for the test's own looks; close it, or use it in a ``with``."""
         return redis.Redis(host="127.0.0.1", port=self.port, protocol=2, **options)  # type: ignore[arg-type]  # passed through
 
+    def num_refusals(self, code: str) -> int:
+        """How many commands it has answered with an error of this code."""
+        with self.client() as client:
+            said: dict[str, int] = client.info("errorstats").get(f"errorstat_{code}", {"count": 0})
+        return said["count"]
+
     def start(self) -> Server:
         """Start the process and wait until it serves; raises `RuntimeError` with its log where it does not."""
         assert self.process is None, "already started"

@@ -147,7 +147,7 @@ class ReplyWriter:
             [result] = self._ledger.write([], [settlement]).settled
         except TROUBLE as error:
             self._trouble.hit(error)
-            refused = not isinstance(error, RedisTimeoutError) and self._ledger.is_reachable()  # a slow link is no refusal
+            refused = not isinstance(error, RedisTimeoutError) and self._ledger.is_writable()  # a slow link is no refusal
         else:
             refused = isinstance(result, ResponseError) and str(result).startswith("Protocol error")
             if not refused:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import structlog
 
 from producer.connection import connect
+from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.device_memory import device_bytes
 from worker.engine.config import EngineConfig
@@ -29,12 +30,13 @@ from worker.engine_api import EngineLike
 from worker.health import Finding, HealthServer
 from worker.metrics import WorkerMetrics
 from worker.reload import Reload
+from worker.stream.ledger import check_writable
 from worker.tracing import exporting_to
 from worker.worker import Worker
 
 log = structlog.get_logger("headrace.worker")
 
-_PING_TIMEOUT_S = 1.0  # of the readiness check; a probe waits for it
+_PROBE_TIMEOUT_S = 1.0  # of the readiness check; a probe waits for it
 
 
 def serve(
@@ -187,14 +189,15 @@ def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> It
     Raises:
         ValueError: the port is taken, or not for us to take.
     """
-    config, timeout_s = worker.config, _PING_TIMEOUT_S
+    config, timeout_s = worker.config, _PROBE_TIMEOUT_S
     client = connect(config.redis_url, queue=config.queue, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
 
     def serving() -> Finding:
         return Finding(worker.state == "running", worker.state)
 
-    def redis_reachable() -> Finding:
-        return Finding(bool(client.ping()), "answers")
+    def redis_writable() -> Finding:
+        check_writable(client, Keys(config.queue))
+        return Finding(True, "takes writes")
 
     def loaded() -> Finding:
         return Finding(worker.loop.ready, "loaded" if worker.loop.ready else "loading")
@@ -205,7 +208,7 @@ def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> It
             metrics.registry,
             started={"engine": engine, "model": loaded},
             alive={"engine": engine},
-            ready={"engine": engine, "worker": serving, "redis": redis_reachable},
+            ready={"engine": engine, "worker": serving, "redis": redis_writable},
             port=port,
         )
     except OSError as error:

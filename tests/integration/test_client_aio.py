@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -174,6 +175,21 @@ async def test_stalled_server_is_an_error_soon_after_the_timeout(queue: str) -> 
                     await handle.result(timeout=0.5)
             server.resume()
             assert await handle.status() == "queued"
+
+
+@pytest.mark.parametrize("connection", ["fresh", "idle"])
+async def test_timeout_bounds_a_call_to_a_server_that_answers_nothing(queue: str, connection: str) -> None:
+    with Server() as server:
+        async with AsyncClient(server.url, queue, patience_s=0.5) as client:
+            if connection == "idle":
+                await client.submit("hi")
+                for idle in client.redis.connection_pool._available_connections:
+                    idle.next_health_check = 0.0  # as after a minute
+            server.pause()
+            for call in (client.submit, partial(client.submit_and_wait, timeout=0.5)):
+                with pytest.raises(RedisUnavailable):
+                    async with asyncio.timeout(4):
+                        await call("hi")
 
 
 async def test_wait_longer_than_the_socket_timeout_returns(server: Server, queue: str) -> None:

@@ -123,6 +123,50 @@ def test_stalled_server_is_an_error_soon_after_the_timeout(queue: str) -> None:
         assert handle.status() == "queued"
 
 
+def call_frozen(client: Client) -> None:
+    """Each of these has half a second, an abandon one."""
+    for call in (
+        lambda: client.submit_and_wait("hi", timeout=0.5),
+        lambda: client.submit("hi"),
+        lambda: client.get("x").result(timeout=0.5),
+        lambda: client.abandon("x"),
+    ):
+        started = time.monotonic()
+        with pytest.raises(RedisUnavailable):
+            call()
+        assert time.monotonic() - started < 4  # far less than any socket timeout
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "unix"])
+def test_timeout_bounds_connecting_to_a_server_that_answers_nothing(queue: str, scheme: str) -> None:
+    with Server() as server:
+        url = server.unix_url if scheme == "unix" else f"{scheme}://127.0.0.1:{server.port}"
+        with Client(url, queue, patience_s=0.5) as client:
+            server.pause()
+            call_frozen(client)
+
+
+def test_timeout_bounds_a_call_on_connections_that_were_idle_for_long(queue: str) -> None:
+    with Server() as server, Client(server.url, queue, patience_s=0.5) as client:
+        client.submit("hi")
+        for connection in client.redis.connection_pool._available_connections:
+            connection.next_health_check = 0.0  # as after a minute
+        server.pause()
+        call_frozen(client)
+
+
+def test_timeout_bounds_asking_a_sentinel_that_answers_nothing(queue: str) -> None:
+    with Server() as master, Server(sentinel=True, monitor=f"main 127.0.0.1 {master.port} 1") as sentinel:
+        url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main/0"
+        with Client(url, queue, patience_s=0.5) as client:
+            client.submit("hi")
+            client.redis.connection_pool.disconnect()  # the one to the sentinel stays, and is asked again
+            sentinel.pause()
+            call_frozen(client)
+        with Client(url, queue, patience_s=0.5) as client:
+            call_frozen(client)
+
+
 def test_wait_longer_than_the_socket_timeout_returns(server: Server, queue: str) -> None:
     with Client(f"{server.url}?socket_timeout=0.5", queue) as client, in_thread(client.submit_and_wait, "hi", timeout=T_S) as answer:
         with pytest.raises(TimeoutError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -183,6 +185,21 @@ def test_no_node_that_answers_is_waited_for_and_told() -> None:
         pytest.raises(RedisUnavailable, match="no node of the cluster knows"),
     ):
         client.submit("hello")
+
+
+async def test_timeout_bounds_asking_nodes_that_answer_nothing() -> None:
+    with Cluster() as cluster:
+        for server in cluster.servers:
+            server.pause()
+        with Client(cluster.url_of_all, "default", patience_s=0.5) as client:
+            started = time.monotonic()
+            with pytest.raises(RedisUnavailable):
+                client.submit("hello")
+            assert time.monotonic() - started < 4  # far less than any socket timeout
+        async with AsyncClient(cluster.url_of_all, "default", patience_s=0.5) as coroutine:
+            with pytest.raises(RedisUnavailable):
+                async with asyncio.timeout(4):
+                    await coroutine.submit("hello")
 
 
 def test_wrong_password_is_an_error_at_once() -> None:

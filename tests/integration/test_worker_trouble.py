@@ -203,6 +203,21 @@ def test_reply_that_redis_never_takes_holds_up_no_other(make: Callable[..., Scen
     scene.assert_told_once()
 
 
+def test_replica_is_not_taken_for_a_server_that_refuses_large_replies(
+    make: Callable[..., Scene], server_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.reply_writer.LEAST_BULK_BYTES", 100)
+    monkeypatch.setattr("worker.reply_writer.LARGE_TRIES", 2)
+    scene = make(server_kind)
+    scene.run_worker()
+    scene.call(4)
+    with read_only(scene):
+        eventually(lambda: scene.worker.loop.stats.running_realtime == 0, "all are due to be answered")
+        refused = scene.server.num_refusals("READONLY")
+        eventually(lambda: scene.server.num_refusals("READONLY") > refused + 40, "the worker tries")
+    scene.assert_answered()
+
+
 def test_no_hot_loop_while_the_server_refuses(make: Callable[..., Scene]) -> None:
     scene = make()
     scene.run_worker(checkpoint_s=0.05)

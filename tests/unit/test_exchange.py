@@ -111,6 +111,7 @@ def test_reading_limit_never_passes_the_deadline_by_more_than_the_grace() -> Non
     batch = next(one(PING, patience(0)))
     assert isinstance(batch, Batch)
     assert batch.limit_s <= 0.5
+    assert batch.connect_limit_s <= 0.5
 
 
 def test_outage_is_logged_at_its_start_and_at_its_end_however_many_wait(caplog: pytest.LogCaptureFixture) -> None:

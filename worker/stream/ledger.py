@@ -159,12 +159,13 @@ class Ledger:
             positions = [None if n in (_LOST, _SETTLED) else n for n in positions]
         return Written(positions, [reply if isinstance(reply, ResponseError) else _settled(*reply) for reply in replies])
 
-    def is_reachable(self) -> bool:
-        """Whether the server answers now."""
+    def is_writable(self) -> bool:
+        """Whether the server takes writes now."""
         try:
-            return bool(self._client.ping())
+            check_writable(self._client, self._keys)
         except (redis.RedisError, OSError):
             return False
+        return True
 
     def renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Renew the leases of ``deliveries``; returns those that are lost."""
@@ -233,6 +234,14 @@ class Ledger:
         args += [settlement.dead_letter, *((usage.prompt_tokens, usage.completion_tokens) if usage is not None else ("", ""))]
         args.append(_or_nothing(delivery.first_token_ms))
         return load("finish"), keys, args
+
+
+def check_writable(client: redis.Redis, keys: Keys) -> None:
+    """Raise what keeps the server from taking writes, a `redis.RedisError`: it is away, a replica, short of replicas, or refuses us.
+
+    A script that may write shows it, and this one renews nothing.
+    """
+    run(client, [(load("renew"), [keys.stream(tier) for tier in TIERS], [GROUP, ""])])
 
 
 def _or_nothing(number: int | None) -> int | str:
