@@ -84,13 +84,13 @@ class Patience:
     def __init__(self, timeout_s: float | None, outage: Outage) -> None:
         self._outage = outage
         self._timeout_s = timeout_s
-        self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline_at_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._backoff = Backoff()
         self.troubled = False
 
     def remaining_s(self) -> float:
         """Seconds left, never negative; infinite without a timeout."""
-        return max(0.0, self._deadline_s - time.monotonic())
+        return max(0.0, self._deadline_at_s - time.monotonic())
 
     def pause(self, error: RedisError) -> Pause:
         """How long to pause before the next try.

@@ -111,8 +111,8 @@ class Publisher:
             self._stopping = True
             self._arrived.notify()
         self._thread.join()
-        deadline_s = time.monotonic() + HAND_BACK_S
-        while time.monotonic() < deadline_s:
+        deadline_at_s = time.monotonic() + HAND_BACK_S
+        while time.monotonic() < deadline_at_s:
             if self._try_to_hand_back(crashed=crashed) and not self._replies.any_refused:
                 return
             time.sleep(min(max(self._trouble.pause_s, self._replies.refused_pause_s), 0.2))

@@ -113,8 +113,8 @@ class Reloader:
 
     def _empty(self) -> None:
         """Finish what runs, for as long as there is time, and hand the rest back."""
-        deadline_s = time.monotonic() + self._core.config.drain_s
-        self._await(lambda: not self._core.registry.running or time.monotonic() >= deadline_s)
+        deadline_at_s = time.monotonic() + self._core.config.drain_s
+        self._await(lambda: not self._core.registry.running or time.monotonic() >= deadline_at_s)
         if self._core.registry.running and not self._over():
             self._await(self._publisher.release().is_set)
 

@@ -182,8 +182,8 @@ class Worker:
         self._intake.stop()
         self._draining = True
         self._keeper.beat_soon()
-        deadline_s = time.monotonic() + self.config.drain_s
-        while self._stops_asked == 1 and self._guard.failure is None and self.registry.running and time.monotonic() < deadline_s:
+        deadline_at_s = time.monotonic() + self.config.drain_s
+        while self._stops_asked == 1 and self._guard.failure is None and self.registry.running and time.monotonic() < deadline_at_s:
             self.registry.await_change(0.1)
 
     def _end(self) -> None:

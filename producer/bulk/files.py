@@ -173,12 +173,12 @@ def _part(path: str) -> Path:
 
 def _lock(file: Any) -> None:
     """Wait until no other run holds the file: one whose worker died may live a moment longer."""
-    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    deadline_at_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_at_s:
                 raise InternalError("another run of this job holds its output") from None
             time.sleep(0.1)
         else:

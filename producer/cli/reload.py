@@ -44,7 +44,7 @@ def _order(client: Client, model: str, only: str) -> str:
     return str(entry.decode())
 
 
-def _await(client: Client, waiting: set[str], order_id: str, deadline_s: float) -> bool:
+def _await(client: Client, waiting: set[str], order_id: str, deadline_at_s: float) -> bool:
     """Say of each worker what became of the order; returns whether one failed.
 
     Raises:
@@ -58,7 +58,7 @@ def _await(client: Client, waiting: set[str], order_id: str, deadline_s: float) 
             if worker is None or _is_done(worker, order_id):
                 waiting.remove(name)
                 failed |= _tell(name, worker)
-        if waiting and time.monotonic() >= deadline_s:
+        if waiting and time.monotonic() >= deadline_at_s:
             raise WaitTimeout(f"not reloaded yet: {', '.join(sorted(waiting))}")
         time.sleep(_POLL_S if waiting else 0.0)
     return failed

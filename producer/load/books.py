@@ -109,7 +109,7 @@ def held_by_workers(client: redis.Redis, queue: str) -> int:
 
 def settle(look: Callable[[], Any], clean: Any, timeout_s: float) -> Any:
     """Look again and again until what is found is ``clean``, or time is up; returns what was found last."""
-    deadline_s = time.monotonic() + timeout_s
-    while (found := look()) != clean and time.monotonic() < deadline_s:
+    deadline_at_s = time.monotonic() + timeout_s
+    while (found := look()) != clean and time.monotonic() < deadline_at_s:
         time.sleep(_POLL_S)
     return found

@@ -57,8 +57,8 @@ async def cancel_storm(client: AsyncClient, operator: Client, *, count: int, out
 
 
 def _await_running(operator: Client) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while not any(tier.running for tier in read_tiers(operator.redis, operator.keys)) and time.monotonic() < deadline_s:
+    deadline_at_s = time.monotonic() + _START_S
+    while not any(tier.running for tier in read_tiers(operator.redis, operator.keys)) and time.monotonic() < deadline_at_s:
         time.sleep(_POLL_S)
 
 

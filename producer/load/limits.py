@@ -72,8 +72,8 @@ def _raw(name: str, field: str, **entry: str) -> Case:
         request_id = new_id()
         fields: dict[Any, Any] = {"id": request_id, **entry}
         client.redis.xadd(client.keys.stream("realtime"), fields)
-        deadline_s = time.monotonic() + _ANSWER_S
-        while (handle := client.get(request_id)).status() == "unknown" and time.monotonic() < deadline_s:
+        deadline_at_s = time.monotonic() + _ANSWER_S
+        while (handle := client.get(request_id)).status() == "unknown" and time.monotonic() < deadline_at_s:
             time.sleep(0.01)
         return handle.result(_ANSWER_S)
 
