@@ -47,19 +47,23 @@ class NamedCard:
         return device
 
 
-@pytest.fixture(params=[80, 90], ids=["Ampere", "Hopper"])
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What launches compile instead of running, for one card."""
+def compile_only(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What launches compile from now on instead of running, for one card."""
     kernels: list[Any] = []
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, **options: Any) -> None:
+    def compiling(self: Any, *args: Any, **options: Any) -> None:
         kernels.append(run(self, *args, **{**options, "warmup": True}))
 
-    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(JITFunction, "run", compiling)
     monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda _: 108)
-    driver.set_active(NamedCard(request.param))
+    driver.set_active(NamedCard(capability))
     return kernels
+
+
+@pytest.fixture(params=[80, 90], ids=["Ampere", "Hopper"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return compile_only(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -70,6 +74,16 @@ def test_kernels_compile_and_fit_a_small_card(name: str, dtype: torch.dtype, com
     assert [kernel.name for kernel in compiled] == ["write_kv_kernel", "paged_attention_kernel", "reduce_splits_kernel"]
     assert all(kernel.asm["cubin"] for kernel in compiled)
     assert all(kernel.metadata.shared <= 99 * 1024 for kernel in compiled)
+
+
+@pytest.mark.parametrize("name", ["mixed", "wide"])
+def test_kernels_fit_the_shared_memory_of_turing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = compile_only(75, monkeypatch)
+    monkeypatch.setattr(triton_backend, "_shared_bytes", lambda _: 61 * 1024)
+    step = make_step(CASES[name], torch.float16)
+    triton_backend.attend(*step.arguments, **step.options)
+    assert len(kernels) == 3
+    assert all(kernel.metadata.shared <= 64 * 1024 for kernel in kernels)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])

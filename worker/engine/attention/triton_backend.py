@@ -151,14 +151,15 @@ def choose_tiles(group: int, head_dim: int, value_dim: int, itemsize: int, share
     Args:
         group: query heads of one KV head.
         itemsize: bytes of an element of the cache.
-        shared_bytes: of shared memory that a program may take; a third of it at most is one stage's.
+        shared_bytes: of shared memory that a program may take; a third of it at most is one stage's, and a tile of queries'.
     """
     widths = _width(head_dim), _width(value_dim)
     key_bytes = sum(widths) * itemsize
     exact = itemsize == 4  # float32 products run in registers, without matrix units: small tiles, or they spill
-    keys = max(16, min(16 if exact else 64, _prev_power(shared_bytes // 3 // key_bytes)))
+    stage_bytes = shared_bytes // 3
+    keys = max(16, min(16 if exact else 64, _prev_power(stage_bytes // key_bytes)))
     decode_rows = max(16, next_power(group))
-    prefill_rows = max(16 if exact else 64 if max(widths) <= 256 else 32, decode_rows)
+    prefill_rows = max(16 if exact else 64 if 64 * max(widths) * itemsize <= stage_bytes else 32, decode_rows)
     pipeline_bytes = shared_bytes - prefill_rows * widths[0] * itemsize
     stages = max(1, min(3, pipeline_bytes // (keys * key_bytes)))
     return Tiles(decode_rows, prefill_rows, keys, 8 if prefill_rows * widths[1] > 64 * 128 else 4, stages)
