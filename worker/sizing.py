@@ -2,7 +2,8 @@
 
 The KV cache takes ``layers * kv_heads * (key dim + value dim) * bytes`` a token (Kwon et al., "Efficient Memory Management for
 Large Language Model Serving with PagedAttention", 2023, section 3), in whole blocks. As in the engine, sliding-window layers
-keep every token, and a GPU's cache gets nine tenths of what the weights leave, though not more than a full batch can use.
+keep every token, and a GPU's cache gets nine tenths of what weights, a full step and graphs leave, though not more than a full batch can
+use.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from worker.engine.config import CUDA_BATCH_TOKENS, GPU_KV_SHARE, SCALE_BYTES
+from worker.engine.config import CUDA_BATCH_TOKENS, CUDA_GRAPH_BYTES, GPU_KV_SHARE, SCALE_BYTES
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = GIB // 2  # driver, kernels, cuBLAS workspace
+SAMPLING_BYTES = 38  # a logit takes that much more while tokens are chosen: in float32, sorted, and as masses and their sums
 MIN_LENGTH = 256
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -79,13 +81,14 @@ class ModelShape:
         return self.num_layers * self.num_kv_heads * (dims + 2 * SCALE_BYTES if int8 else dims * dtype_bytes)
 
     def step_bytes(self, dtype_bytes: int, max_batch_size: int, max_batch_tokens: int) -> int:
-        """What a full step holds at its peak beside weights and cache: one layer's activations, the logits, twice (float32), and what
-        it makes numbers of a weight in int8, in float32 and in the dtype.
+        """What a full step holds at its peak beside weights and cache: one layer's activations, the logits, what choosing tokens
+        takes, and what it makes numbers of a weight in int8, in float32 and in the dtype.
         """
         projections = (self.num_heads + self.num_kv_heads) * self.key_dim + self.num_kv_heads * self.value_dim
         widths = 3 * self.hidden_size + projections + 3 * self.intermediate_size
         dequantized = self.num_dequantized * (4 + (dtype_bytes if dtype_bytes != 4 else 0))
-        return max_batch_tokens * widths * dtype_bytes + max_batch_size * self.vocab_size * (dtype_bytes + 2 * 4) + dequantized
+        logits = max_batch_size * self.vocab_size
+        return max_batch_tokens * widths * dtype_bytes + logits * (dtype_bytes + SAMPLING_BYTES) + dequantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +96,8 @@ class Sizing:
     """How a device's memory is used, in bytes.
 
     Attributes:
-        step_bytes: what a full step needs; it must fit into ``left_bytes``.
-        left_bytes: what the cache leaves over.
+        step_bytes: what a full step needs, of ``left_bytes``.
+        left_bytes: what the cache leaves over, for steps and CUDA graphs.
         concurrency: request length (prompt + output, tokens) -> how many such requests run at once, at most ``max_batch_size``.
     """
 
@@ -130,11 +133,11 @@ def size(
     block_bytes = kv_bytes_per_token * block_size
     free = memory_bytes - CUDA_CONTEXT_BYTES - weight_bytes
     usable_blocks = max_batch_size * -(-shape.max_model_len // block_size)
-    num_blocks = min(max(0, int(free * GPU_KV_SHARE)) // block_bytes, usable_blocks)
     step_bytes = shape.step_bytes(dtype_bytes, max_batch_size, max_batch_tokens)
-    left_bytes = free - num_blocks * block_bytes
-    if num_blocks < 1 or left_bytes < step_bytes:
-        needed = weight_bytes + CUDA_CONTEXT_BYTES + max(step_bytes + block_bytes, int(step_bytes / (1 - GPU_KV_SHARE)))
+    taken_bytes = step_bytes + CUDA_GRAPH_BYTES
+    num_blocks = min(max(0, int((free - taken_bytes) * GPU_KV_SHARE)) // block_bytes, usable_blocks)
+    if num_blocks < 1:
+        needed = memory_bytes - free + taken_bytes + block_bytes / GPU_KV_SHARE
         raise ValueError(f"{memory_bytes / GIB:.1f} GiB are too little: it takes {needed / GIB:.1f} GiB or more to run this model")
     return Sizing(
         memory_bytes=memory_bytes,
@@ -142,7 +145,7 @@ def size(
         context_bytes=CUDA_CONTEXT_BYTES,
         kv_bytes=num_blocks * block_bytes,
         step_bytes=step_bytes,
-        left_bytes=left_bytes,
+        left_bytes=free - num_blocks * block_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
         block_bytes=block_bytes,
         num_blocks=num_blocks,

@@ -10,14 +10,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config
 
 from producer.errors import ModelUnavailable
+from producer.sampling import SamplingParams
 from worker.cli_size import size as size_command
 from worker.engine.attention.layers import AttentionLayer, discover_layers
+from worker.engine.config import CUDA_GRAPH_BYTES
+from worker.engine.device_sampler import sample_on_device
 from worker.engine.kv_cache import block_bytes
 from worker.engine.quantization import MOST_DEQUANTIZED, linear_int8, quantize_rows
-from worker.sizing import CUDA_CONTEXT_BYTES, GIB, ModelShape, read_shape, size
+from worker.engine.request import Request
+from worker.sizing import CUDA_CONTEXT_BYTES, GIB, SAMPLING_BYTES, ModelShape, read_shape, size
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -69,9 +74,10 @@ def test_llama_3_8b_on_80_gib_by_hand(tmp_path: Path) -> None:
     sizing = size(read_shape(saved(LLAMA_3_8B, tmp_path)), 80 * GIB)
     assert sizing.weight_bytes == 16_060_522_496
     assert sizing.block_bytes == 16 * 131_072
-    assert sizing.num_blocks == int((80 * GIB - GIB // 2 - 16_060_522_496) * 0.9) // 2_097_152 == 29_741
-    assert sizing.num_tokens == 475_856
-    assert sizing.concurrency == {256: 100, 512: 100, 1024: 100, 2048: 100, 4096: 100, 8192: 58}
+    assert sizing.step_bytes == 2048 * 61_440 * 2 + 100 * 128_256 * 40
+    assert sizing.num_blocks == int((80 * GIB - GIB // 2 - 16_060_522_496 - sizing.step_bytes - GIB // 2) * 0.9) // 2_097_152 == 29_182
+    assert sizing.num_tokens == 466_912
+    assert sizing.concurrency == {256: 100, 512: 100, 1024: 100, 2048: 100, 4096: 100, 8192: 56}
 
 
 def test_concurrency_counts_whole_blocks() -> None:
@@ -87,8 +93,8 @@ def test_concurrency_counts_whole_blocks() -> None:
         vocab_size=1,
         max_model_len=300,
     )
-    sizing = size(shape, CUDA_CONTEXT_BYTES + 100_000, max_batch_size=100, max_batch_tokens=1)
-    blocks = int((100_000 - 2) * 0.9) // 64
+    sizing = size(shape, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES + 100_000, max_batch_size=100, max_batch_tokens=1)
+    blocks = int((100_000 - 2 - shape.step_bytes(2, 100, 1)) * 0.9) // 64
     assert sizing.num_blocks == blocks
     assert sizing.concurrency == {256: blocks // 16, 300: blocks // 19}
 
@@ -135,6 +141,16 @@ def test_what_a_step_makes_numbers_of_int8_is_counted(dtype: torch.dtype, dtype_
     assert counted <= peak.num_bytes <= 1.1 * counted
 
 
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 40}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_choosing_tokens_takes_is_counted(dtype: torch.dtype, params: dict[str, Any]) -> None:
+    logits = torch.randn(20, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    requests = [Request(str(row), [0], SamplingParams(**params), 1, seed=row) for row in range(20)]
+    with MemoryPeak(beside=(logits,)) as peak:
+        sample_on_device(logits, requests)
+    assert 0.6 * SAMPLING_BYTES < peak.num_bytes / logits.numel() < 1.01 * SAMPLING_BYTES
+
+
 def test_no_more_of_a_large_weight_is_made_numbers_at_once_than_the_engine_does(tmp_path: Path) -> None:
     assert read_shape(saved(LLAMA_3_8B, tmp_path), int8_weights=True).num_dequantized == MOST_DEQUANTIZED
 
@@ -150,8 +166,9 @@ class MemoryPeak(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = operator(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in self._beside:
-            self._alive[out.untyped_storage()] = out.untyped_storage().nbytes()
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._beside:
+                self._alive[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
         self.num_bytes = max(self.num_bytes, sum(self._alive.values()))
         return out
 
@@ -198,9 +215,9 @@ def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
     table = CliRunner().invoke(size_command, arguments)
     assert table.exit_code == 0, table.output
     assert "8,030,261,248 parameters" in table.output
-    assert "475,856 tokens of 128.0 KiB" in table.output
+    assert "466,912 tokens of 128.0 KiB" in table.output
     said = json.loads(CliRunner().invoke(size_command, [*arguments, "--json"]).output)
-    assert (said["num_blocks"], said["model"]["num_kv_heads"]) == (29_741, 8)
+    assert (said["num_blocks"], said["model"]["num_kv_heads"]) == (29_182, 8)
 
 
 def test_command_refuses_on_stderr_with_exit_code_1(tmp_path: Path) -> None:

@@ -33,9 +33,6 @@ Work = Callable[[], tuple[Tensor, ...]]
 Record = Callable[[Work], tuple[Recording, tuple[Tensor, ...]]]
 """Runs a function and records its work; returns the recording and the function's result, whose memory a replay overwrites."""
 
-RESERVED_BYTES = 512 << 20
-"""What the graphs of one model may take of a device's memory (pool, results, nodes in the driver, workspace of cuBLAS); an estimate."""
-
 
 class _Graph(NamedTuple):
     recording: Recording

@@ -17,8 +17,8 @@ from worker.engine.attention import cpu_backend, flashinfer_backend, torch_backe
 from worker.engine.attention.interface import AttentionBackend, PagedContext, paged_context
 from worker.engine.attention.layers import AttentionLayer, discover_layers, run_without_attention
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.config import EngineConfig
-from worker.engine.cuda_graphs import RESERVED_BYTES, DecodeGraphs
+from worker.engine.config import CUDA_GRAPH_BYTES, EngineConfig
+from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.device_sampler import sample_on_device
 from worker.engine.fused.decoder import FusedDecoder, fuse
 from worker.engine.input_batch import InputBatch, StepInputs
@@ -207,9 +207,9 @@ class ModelRunner:
         config, device = self.config, self._loaded.device
         reserved = self._step_bytes() if device.type == "cuda" else 0
         if self._captures():
-            reserved += RESERVED_BYTES
+            reserved += CUDA_GRAPH_BYTES
         bytes_per_block = block_bytes(self.layers, config.block_size, self._cache_dtype)
-        return choose_num_blocks(config, bytes_per_block, free_memory_bytes(device) - reserved, device, self._loaded.max_model_len)
+        return choose_num_blocks(config, bytes_per_block, max(0, free_memory_bytes(device) - reserved), device, self._loaded.max_model_len)
 
     @torch.inference_mode()
     def _step_bytes(self) -> int:

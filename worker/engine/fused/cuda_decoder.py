@@ -166,7 +166,7 @@ def _merge_layer(layer: LayerStructure) -> _Layer:
         norms = torch.stack([layer.q_norm, layer.k_norm])
     qkv, gate_up = _merge(layer.qkv), _merge((layer.gate, layer.up))
     if qkv.weight.is_cuda:
-        torch.cuda.empty_cache()  # gives back what the parts had, layer by layer: there is little else left beside the KV cache
+        torch.cuda.empty_cache()  # gives back what the parts had, so that no more than one layer's are there twice
     return _Layer(
         structure=layer,
         qkv=qkv,
