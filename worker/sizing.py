@@ -124,9 +124,9 @@ def size(
     max_batch_tokens: int = CUDA_BATCH_TOKENS,
     block_size: int = 16,
 ) -> Sizing:
-    """Divide ``memory_bytes`` of a GPU between weights, KV cache and the rest.
+    """Divide ``memory_bytes`` of a GPU between weights, a step, CUDA graphs and the KV cache.
 
-    Raises `ValueError` where the weights leave no room for a block of KV cache and a step.
+    Raises `ValueError` where no room is left for a block of KV cache.
     """
     weight_bytes = shape.weight_bytes(dtype_bytes)
     kv_bytes_per_token = shape.kv_bytes_per_token(dtype_bytes, int8=int8_cache)

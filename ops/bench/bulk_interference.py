@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--callers", type=int, default=4)
-    parser.add_argument("--realtime-step-ms", type=float, default=EngineConfig.realtime_step_ms, help="the worker's option of this name")
+    parser.add_argument("--realtime-step-ms", type=float, default=EngineConfig().realtime_step_ms, help="the worker's option of this name")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     results: dict[str, list[Result]] = {"alone": [], "beside a bulk job": []}

@@ -251,6 +251,16 @@ def test_filters_keep_what_the_plain_reference_keeps(
     assert kept == kept_by_reference(row, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
 
 
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_p": 0.5, "min_p": 0.01}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01}])
+def test_confident_rows_need_no_look_at_unlikely_tokens(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.full((1, 500), -30.0)
+    logits[0, :2] = torch.tensor([5.0, 3.0])
+    rows = SampledRows(logits, logits.amax(-1), torch.ones(1), [SamplingParams(**params)])
+    heads = find_heads(rows, rows.top - HEAD_NATS)
+    monkeypatch.setattr("worker.engine.filters.find_heads", None)
+    assert floors(rows, heads).item() in (3.0, 5.0)
+
+
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("top_p", [0.2, 0.9, 0.9999])
 def test_a_nucleus_of_any_size_is_complete(scale: float, top_p: float) -> None:

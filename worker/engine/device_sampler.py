@@ -76,18 +76,11 @@ def _draw(rows: SampledRows, keys: Tensor) -> Tensor:
     best, token_ids = noisy.masked_fill(~allowed, -torch.inf).max(dim=-1)
     if not any(_is_unfiltered(p) for p in rows.params):
         return token_ids
-    mass = (as_mass(scaled.exp()) * allowed).sum(-1)
-    tail = (_total_mass(scaled) - mass).clamp_(min=0)
+    tail = as_mass(scaled.exp()).masked_fill_(allowed, 0).sum(-1)
     tail_noise = gumbel(keys, torch.full_like(keys, TAIL_TOKEN))
     tail_best = (tail.double() * 2.0**-MASS_BITS).log().float() + tail_noise
     unlikely_best, unlikely = noisy.masked_fill(allowed, -torch.inf).max(dim=-1)
     return torch.where(unfiltered & (tail_best > best) & (unlikely_best > -torch.inf), unlikely, token_ids)
-
-
-def _total_mass(scaled: Tensor) -> Tensor:
-    """``[rows]`` int64: the mass of whole rows, of which ``scaled`` has the logits, less the likeliest's, over the temperature."""
-    likeliest = torch.softmax(scaled, dim=-1).amax(-1).to(torch.float64)  # softmax reduces each row by itself
-    return (2.0**MASS_BITS / likeliest).to(torch.int64)
 
 
 def _is_unfiltered(params: SamplingParams) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from producer.sampling import SamplingParams
-from worker.engine.heads import Heads, SampledRows, find_heads
+from worker.engine.heads import HEAD_NATS, Heads, SampledRows, find_heads
 
 
 def floors(rows: SampledRows, heads: Heads) -> Tensor:
@@ -32,18 +32,19 @@ def floors(rows: SampledRows, heads: Heads) -> Tensor:
         return floor
     total = heads.total_mass()
 
-    def settle(part: Heads) -> list[int]:
-        """Set the floors that these tokens of the pending rows tell; the rows that they do not suffice for."""
+    def settle(part: Heads, least: Tensor) -> list[int]:
+        """Set the floors that the pending rows' tokens down to ``least`` tell; the rows that they do not suffice for."""
         index = torch.tensor(pending, device=floor.device)
         params = [rows.params[row] for row in pending]
-        found, known = _floors_among(part, params, rows.logits.shape[1], floor[index], total[index])
+        found, known = _floors_among(part, least, params, rows.logits.shape[1], floor[index], total[index])
         floor[index] = torch.where(known, found, floor[index])
         return [row for row, done in zip(pending, known.tolist(), strict=True) if not done]
 
-    pending = settle(heads.select(pending))
+    pending = settle(heads.select(pending), (rows.top - HEAD_NATS * rows.temperature)[pending])
     if pending:
         selected = rows.select(pending)
-        settle(find_heads(selected, _top_k_floors(selected)))
+        least = _top_k_floors(selected)
+        settle(find_heads(selected, least), least)
     return floor
 
 
@@ -60,10 +61,13 @@ def _top_k_floors(rows: SampledRows) -> Tensor:
     return greatest.gather(-1, (top_k - 1).clamp(min=0)[:, None])[:, 0].where(top_k > 0, -torch.inf)
 
 
-def _floors_among(heads: Heads, params: Sequence[SamplingParams], vocab: int, floor: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def _floors_among(
+    heads: Heads, least: Tensor, params: Sequence[SamplingParams], vocab: int, floor: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor]:
     """Floors out of the likeliest tokens of each row, and [rows] bool: whether they sufficed.
 
     Args:
+        heads: all tokens with logits of at least ``least`` [rows].
         params: one a row.
         floor: [rows], by min-p.
         total: [rows] int64, the masses of the whole rows.
@@ -83,13 +87,13 @@ def _floors_among(heads: Heads, params: Sequence[SamplingParams], vocab: int, fl
 
     allowed = (torch.arange(len(row), device=row.device) - begin[row] < top_k[row]) & (logit >= floor[row])
     mass = heads.mass[order] * allowed
-    seen_all = (sums(allowed) < count) | (top_k <= count)
+    seen_all = (floor >= least) | (top_k <= count)  # nothing outside may be allowed
     allowed_mass = sums(mass)
     # Sums over all rows may wrap around; the differences within a row are right all the same.
     before = mass.cumsum(0) - mass - (allowed_mass.cumsum(0) - allowed_mass)[row]
     total = torch.where(unfiltered & ~seen_all, total, allowed_mass)
     num_kept = sums(allowed & (before < (top_p * total)[row]))  # a token is in while those before it do not suffice
-    known = seen_all | (unfiltered & (num_kept < count))
+    known = seen_all | (unfiltered & (allowed_mass >= top_p * total))
     return logit[begin + num_kept.clamp(min=1) - 1], known
 
 

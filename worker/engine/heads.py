@@ -110,11 +110,13 @@ def find_with_torch(rows: SampledRows, floor: Tensor) -> Heads:
 def find_natively(lib: ctypes.CDLL, rows: SampledRows, floor: Tensor) -> Heads:
     """`find_heads` by a kernel for the CPU."""
     num_rows, vocab = rows.logits.shape
-    inputs = [tensor.contiguous() for tensor in (rows.logits, rows.top, rows.temperature, floor)]
-    row, token = torch.empty(2, num_rows * vocab, dtype=torch.int64)  # memory that is not written to costs nothing
-    logit, weight = torch.empty(2, num_rows * vocab)
     count, tail = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float64)
-    struct = HeadsStruct(*(tensor.data_ptr() for tensor in (*inputs, row, token, logit, weight, count, tail)), num_rows, vocab)
-    lib.headrace_find_heads(ctypes.byref(struct), torch.get_num_threads())
-    n = int(count.sum())
-    return Heads(row[:n], token[:n], logit[:n], as_mass(weight[:n]), count, as_mass(tail))
+    inputs = [tensor.contiguous() for tensor in (rows.logits, rows.top, rows.temperature, floor)]
+    struct = HeadsStruct(*(tensor.data_ptr() for tensor in (*inputs, count, tail)), num_rows=num_rows, vocab=vocab)
+    threads = torch.get_num_threads()
+    lib.headrace_measure_heads(ctypes.byref(struct), threads)
+    num_tokens, begin = int(count.sum()), count.cumsum(0) - count
+    token, logit, weight = torch.empty(num_tokens, dtype=torch.int64), torch.empty(num_tokens), torch.empty(num_tokens)
+    struct.begin, struct.tokens, struct.values, struct.weights = (tensor.data_ptr() for tensor in (begin, token, logit, weight))
+    lib.headrace_list_heads(ctypes.byref(struct), threads)
+    return Heads(torch.arange(num_rows).repeat_interleave(count), token, logit, as_mass(weight), count, as_mass(tail))

@@ -93,6 +93,7 @@ class Scheduler:
         costs: PreemptionCosts | None = None,
         index: PrefixIndex | None = None,
     ) -> None:
+        assert config.max_batch_tokens, "see EngineConfig.for_device"
         self.config = config
         self.max_model_len = max_model_len
         self._clock = clock

@@ -54,9 +54,14 @@ void headrace_decoder_step(const struct decoder *decoder, const struct step *ste
     decoder_step(decoder, step, num_threads, workspace);
 }
 
-/* The heads of all rows, joined. */
-void headrace_find_heads(const struct heads *heads, int32_t num_threads) {
+/* The first half of finding heads; the caller makes room for what was counted. */
+void headrace_measure_heads(const struct heads *heads, int32_t num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int row = 0; row < heads->num_rows; row++) find_head(heads, row);
-    join_heads(heads);
+    for (int row = 0; row < heads->num_rows; row++) measure_head(heads, row);
+}
+
+/* The second half. */
+void headrace_list_heads(const struct heads *heads, int32_t num_threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
+    for (int row = 0; row < heads->num_rows; row++) list_head(heads, row);
 }

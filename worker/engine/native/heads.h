@@ -8,17 +8,18 @@
 struct heads {
     const float *logits;                    /* [num_rows][vocab], no NaN, no +inf */
     const float *top, *temperature, *floor; /* [num_rows]; top: each row's largest logit, finite */
-    int64_t *rows, *tokens;                 /* [num_rows * vocab], of which only the beginning is written: what is found, by row, then by token */
-    float *values, *weights;                /* ditto: the logits, and exp((logit - top) / temperature) */
-    int64_t *count;                         /* [num_rows]: tokens found, those with logits >= floor */
-    double *tail;                           /* [num_rows]: sum of the weights of all others */
+    int64_t *count;                         /* [num_rows]: tokens with logits >= floor */
+    double *tail;                           /* [num_rows]: sum of the weights exp((logit - top) / temperature) of all others */
+    const int64_t *begin;                   /* [num_rows]: where in the following a row's tokens are listed, in order */
+    int64_t *tokens;
+    float *values, *weights;                /* their logits and weights */
     int32_t num_rows, vocab;
 };
 
-/* A row's tokens, from row * vocab on. */
-void find_head(const struct heads *heads, int row);
+/* Count and tail of a row. */
+void measure_head(const struct heads *heads, int row);
 
-/* Moves what all rows found together. */
-void join_heads(const struct heads *heads);
+/* Its tokens, values and weights. */
+void list_head(const struct heads *heads, int row);
 
 #endif

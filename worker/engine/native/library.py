@@ -123,12 +123,12 @@ class HeadsStruct(ctypes.Structure):
         ("top", _POINTER),
         ("temperature", _POINTER),
         ("floor", _POINTER),
-        ("rows", _POINTER),
+        ("count", _POINTER),
+        ("tail", _POINTER),
+        ("begin", _POINTER),
         ("tokens", _POINTER),
         ("values", _POINTER),
         ("weights", _POINTER),
-        ("count", _POINTER),
-        ("tail", _POINTER),
         ("num_rows", _INT32),
         ("vocab", _INT32),
     ]
@@ -154,6 +154,7 @@ def typed(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.headrace_decoder_workspace_bytes.restype = _INT64
     lib.headrace_decoder_step.argtypes = [decoder, ctypes.POINTER(StepStruct), _INT32, _POINTER]
     lib.headrace_decoder_step.restype = None
-    lib.headrace_find_heads.argtypes = [ctypes.POINTER(HeadsStruct), _INT32]
-    lib.headrace_find_heads.restype = None
+    for function in (lib.headrace_measure_heads, lib.headrace_list_heads):
+        function.argtypes = [ctypes.POINTER(HeadsStruct), _INT32]
+        function.restype = None
     return lib
