@@ -42,12 +42,17 @@ class Submission:
     keys: tuple[str, str, str, str]
     args: tuple[Argument, ...]
     durable: bool
+    generated_id: bool
     streaming: bool
 
     def command(self, deadline: str | None = None) -> tuple[Argument, ...]:
         """The enqueue script's call; ``deadline`` replaces the relative one when the request is put again."""
         args = self.args if deadline is None else (*self.args[:2], deadline, *self.args[3:])
         return scripts.load("enqueue").command(self.keys, args)
+
+    def is_put_by(self, reply: list[Any]) -> bool:
+        """Whether the call that ``reply`` answers put it: under an id of its own it is known only after a reply that was lost."""
+        return reply[0] == b"queued" or (reply[0] == b"exists" and self.generated_id)
 
 
 def submission(keys: Keys, wanted: Wanted, encoding: Encoding, max_queue_depth: int | None, trace_context: Mapping[str, str]) -> Submission:
@@ -69,10 +74,11 @@ def submission(keys: Keys, wanted: Wanted, encoding: Encoding, max_queue_depth: 
         FINISHED_STATE_TTL_MS,
         encoding,
         cancelled_body(encoding),
+        int(wanted.durable),
         *(part for item in (codec.encode_request(request, encoding) | dict(trace_context)).items() for part in item),
     )
     names = (keys.stream(request.tier), keys.reply(request.id), keys.state(request.id), keys.limits)
-    return Submission(request.id, names, args, wanted.durable, request.stream)
+    return Submission(request.id, names, args, wanted.durable, wanted.generated_id, request.stream)
 
 
 def cancelled_body(encoding: Encoding) -> bytes:
@@ -133,7 +139,7 @@ def _enqueue_part(items: Sequence[Submission], keys: Keys, patience: Patience) -
     )
     if durable:
         confirmed = replies.pop()
-        new = [item for item, reply in zip(items, replies, strict=True) if item.durable and reply[0] == b"queued"]
+        new = [item for item, reply in zip(items, replies, strict=True) if item.durable and item.is_put_by(reply)]
         yield from _check_durable(confirmed, new, keys, patience)
     return [_ticket(item, reply) for item, reply in zip(items, replies, strict=True)]
 

@@ -82,11 +82,16 @@ class BatchItem(RequestOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A checked request, and what goes beside it."""
+    """A checked request, and what goes beside it.
+
+    Attributes:
+        generated_id: the id is this request's own: what Redis knows under it was put for it.
+    """
 
     request: GenerateRequest
     deadline_s: float | None
     durable: bool
+    generated_id: bool
 
 
 _REQUEST_FIELDS = frozenset(f.name for f in fields(GenerateRequest)) - {"params", "enqueued_ms", "deadline_ms"}
@@ -104,9 +109,11 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> Wanted:
         raise validate.fail("deadline_s", "greater than 0")
     durable = validate.boolean("durable", given.pop("durable", False))
     request_fields = {name: given.pop(name) for name in _REQUEST_FIELDS & given.keys()}
-    request_fields.setdefault("id", new_id())
+    generated_id = "id" not in request_fields
+    if generated_id:
+        request_fields["id"] = new_id()
     request = GenerateRequest(prompt=prompt, params=_params(given), **request_fields)
-    return Wanted(request, deadline_s, durable)
+    return Wanted(request, deadline_s, durable, generated_id)
 
 
 def build_many(items: Sequence[str | Mapping[str, Any]]) -> list[Wanted]:

@@ -2,6 +2,7 @@
 -- KEYS: the tier's stream, reply, state, limits
 -- ARGV: tier, default depth limit or '', deadline ('' none, '+<ms>' from now, '<ms>' absolute),
 --       state TTL in ms, reply TTL in ms, finished state's TTL in ms, encoding, body of a CANCELLED error in it,
+--       durable (1 where a WAITAOF follows on this connection, else 0),
 --       then the entry's fields and values, without enqueued_ms and deadline_ms
 -- Returns: {'queued', enqueued_ms, deadline_ms or ''}
 --          {'exists', status}      the id is known: nothing was added
@@ -9,12 +10,14 @@
 --          {'full', depth, limit}  nothing was written
 local stream, reply, state, limits = unpack(KEYS)
 local tier, default_limit, deadline = unpack(ARGV, 1, 3)
-local state_ttl_ms, reply_ttl_ms, finished_state_ttl_ms, encoding, cancelled_body = unpack(ARGV, 4, 8)
+local state_ttl_ms, reply_ttl_ms, finished_state_ttl_ms, encoding, cancelled_body, durable = unpack(ARGV, 4, 9)
 
 local known = redis.call('HMGET', state, 'status', 'cancel')
 local status, cancelled = known[1], known[2]
 if status then
-  redis.call('HSET', state, 'status', status) -- as it was: a WAITAOF behind it waits for what this connection wrote
+  if durable == '1' then
+    redis.call('HSET', state, 'status', status) -- as it was: WAITAOF waits for what its own connection wrote
+  end
   return { 'exists', status }
 end
 
@@ -46,7 +49,7 @@ local fields = { 'enqueued_ms', now }
 if deadline ~= '' then
   fields[3], fields[4] = 'deadline_ms', deadline
 end
-for i = 9, #ARGV do
+for i = 10, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
 local entry = redis.call('XADD', stream, '*', unpack(fields))

@@ -197,6 +197,18 @@ def test_known_request_is_durable_only_once_it_is_on_disk(unsynced: Server, queu
         assert client.submit("hi", id="x1", durable=True).status() == "queued"
 
 
+def test_request_whose_reply_was_lost_is_taken_back_where_nobody_else_can_know_its_id(unsynced: Server, queue: str) -> None:
+    with Proxy(unsynced.port).running() as proxy, Client(proxy.url, queue, patience_s=1.0) as client:
+        client.submit("warm-up", id="before")
+        proxy.cut_replies = 1
+        with pytest.raises(RedisUnavailable, match="cancelled") as raised:
+            client.submit_and_wait("hi", timeout=1.0, durable=True)
+        assert proxy.cut_replies == 0
+        assert not raised.value.retryable
+        states = [client.redis.hget(key, "status") for key in client.redis.keys(client.keys.state("*"))]
+        assert sorted(states) == [b"cancelled", b"queued"]
+
+
 def test_only_what_is_new_and_to_be_durable_is_cancelled_where_it_is_not(unsynced: Server, queue: str) -> None:
     with Client(unsynced.url, queue, patience_s=0.5, max_queue_depth=3) as client:
         client.submit("hi", id="known")

@@ -223,6 +223,16 @@ def test_full_memory_is_waited_out(server_kind: str, queue: str) -> None:
             assert handle.result().status() == "queued"
 
 
+@pytest.mark.parametrize("obstacle", [("maxmemory", 1), ("min-replicas-to-write", 1)], ids=lambda obstacle: obstacle[0])
+def test_known_id_is_told_where_nothing_can_be_written(server_kind: str, queue: str, obstacle: tuple[str, int]) -> None:
+    with Server(server_kind) as server, server.client() as admin, Client(server.url, queue, patience_s=0.2) as client:
+        client.submit("hi", id="known")
+        admin.config_set(*obstacle)
+        with pytest.raises(RedisUnavailable):
+            client.submit("hi", id="new")
+        assert client.submit("hi", id="known").status() == "queued"
+
+
 def test_cancelling_works_when_memory_is_full(server_kind: str, queue: str) -> None:
     with Server(server_kind) as server, server.client() as admin, Client(server.url, queue) as client:
         handle = client.submit("hi")

@@ -33,7 +33,7 @@ def enqueue(client: Client, keys: Keys, request_id: str, *, limit: object = "", 
     names = (keys.stream("realtime"), keys.reply(request_id), keys.state(request_id), keys.limits)
     ttls = (604800000, 3600000, 86400000)
     fields = ("id", request_id, "v", 1, "json", '{"prompt":"Hi"}', "user", "u")
-    reply: Any = client.redis.eval(load("enqueue").source, 4, *names, "realtime", limit, deadline, *ttls, "json", CANCELLED, *fields)  # type: ignore[arg-type]  # redis-py types these as str
+    reply: Any = client.redis.eval(load("enqueue").source, 4, *names, "realtime", limit, deadline, *ttls, "json", CANCELLED, 0, *fields)  # type: ignore[arg-type]  # redis-py types these as str
     return list(reply)
 
 
