@@ -16,6 +16,7 @@ from producer.connection import connect_async
 from producer.core import CONNECTION, DEFAULT_URL, ClientCore, HandleCore, Settings
 from producer.exchange import Batch, Call, Pause
 from producer.options import BatchItem, CommonOptions, RequestOptions
+from producer.sockets import within_async
 from producer.wire import Chunk, Result
 
 T = TypeVar("T")
@@ -140,7 +141,8 @@ class AsyncHandle(HandleCore):
 async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
     """One exchange on one connection, which goes back to the pool only if it owes no reply."""
     num_cancels = _num_cancels()
-    connection = await _get_connection(pool, batch.connect_limit_s)
+    async with within_async(batch.connect_limit_s):
+        connection = await pool.get_connection()
     try:
         _check_cancelled(num_cancels)
         async with asyncio.timeout(batch.limit_s) as limit:
@@ -161,14 +163,6 @@ async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
         raise
     finally:
         await pool.release(connection)
-
-
-async def _get_connection(pool: aioredis.ConnectionPool, limit_s: float) -> Any:
-    try:
-        async with asyncio.timeout(limit_s):
-            return await pool.get_connection()
-    except TimeoutError:
-        raise redis.TimeoutError(f"no connection within {limit_s:g} s") from None
 
 
 def _num_cancels() -> int:

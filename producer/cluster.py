@@ -16,11 +16,12 @@ from typing import Any
 import redis.asyncio as aioredis
 from redis.connection import AbstractConnection, Connection
 from redis.crc import key_slot
-from redis.exceptions import AuthenticationError, ClusterDownError, ConnectionError, MovedError, TimeoutError  # noqa: A004 - redis-py's
+from redis.exceptions import ClusterDownError, ConnectionError, MovedError  # noqa: A004 - redis-py's
 
+from producer.asking import ask_each, ask_each_async
 from producer.sockets import Address, AsyncTcp, AsyncTls, Tcp, Tls
 
-_UNREACHABLE = (ConnectionError, TimeoutError, ClusterDownError)
+UNKNOWN = "no node of the cluster knows where the queue is"
 
 
 class Slot:
@@ -28,13 +29,13 @@ class Slot:
 
     Attributes:
         primary: the node that serves it; None where that has to be asked.
-        nodes: whom to ask, in this order.
+        nodes: whom to ask, in this order; one list, that changes.
     """
 
     def __init__(self, key: str, seeds: Sequence[Address]) -> None:
         self._number = key_slot(key.encode())
         self._seeds = list(seeds)
-        self.nodes = self._seeds
+        self.nodes = list(seeds)
         self.primary: Address | None = None
 
     def learn(self, asked: Address, ranges: Sequence[Any]) -> Address:
@@ -44,7 +45,7 @@ class Slot:
             ClusterDownError: no node serves the slot.
         """
         known = [_address(asked, node) for _, _, *nodes in ranges for node in nodes]
-        self.nodes = list(dict.fromkeys([asked, *known, *self._seeds]))
+        self.nodes[:] = dict.fromkeys([asked, *known, *self._seeds])
         for first, last, primary, *_ in ranges:
             if first <= self._number <= last:
                 self.primary = _address(asked, primary)
@@ -59,7 +60,7 @@ class Slot:
         """A connection to ``address`` has ended. Whoever named it is asked last: it may be cut off from the others."""
         if self.primary == address:
             self.primary = None
-            self.nodes = [*self.nodes[1:], self.nodes[0]]
+            self.nodes[:] = [*self.nodes[1:], self.nodes[0]]
 
 
 def _address(asked: Address, node: Sequence[Any]) -> Address:
@@ -71,13 +72,6 @@ def _address(asked: Address, node: Sequence[Any]) -> Address:
 def _to_ask(node: Address, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a connection to any node: one that accepts it has to answer as soon as one that does not."""
     return {**kwargs, "host": node[0], "port": node[1], "socket_timeout": kwargs["socket_connect_timeout"]}
-
-
-def _unless_refused(error: Exception) -> Exception:
-    """``error``, as the reason to ask another node; a wrong password is wrong there, too."""
-    if isinstance(error, AuthenticationError):
-        raise error
-    return error
 
 
 class _Follower(AbstractConnection):
@@ -108,18 +102,16 @@ class _Follower(AbstractConnection):
         self._slot.lose((self.host, self.port))
 
     def _find(self) -> Address:
-        reason: Exception | None = None
-        for node in self._slot.nodes:
-            asking = self.plain(**_to_ask(node, self._kwargs))
-            try:
-                asking.connect()
-                asking.send_command("CLUSTER", "SLOTS")
-                return self._slot.learn(node, asking.read_response())
-            except _UNREACHABLE as error:
-                reason = _unless_refused(error)
-            finally:
-                asking.disconnect()
-        raise ConnectionError(f"no node of the cluster knows where the queue is: {reason}")
+        return ask_each(self._slot.nodes, self._ask, UNKNOWN)
+
+    def _ask(self, node: Address) -> Address:
+        asking = self.plain(**_to_ask(node, self._kwargs))
+        try:
+            asking.connect()
+            asking.send_command("CLUSTER", "SLOTS")
+            return self._slot.learn(node, asking.read_response())
+        finally:
+            asking.disconnect()
 
     def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -162,18 +154,16 @@ class _AsyncFollower(aioredis.connection.AbstractConnection):
         self._slot.lose((self.host, self.port))
 
     async def _find(self) -> Address:
-        reason: Exception | None = None
-        for node in self._slot.nodes:
-            asking = self.plain(**_to_ask(node, self._kwargs))
-            try:
-                await asking.connect()
-                await asking.send_command("CLUSTER", "SLOTS")
-                return self._slot.learn(node, await asking.read_response())
-            except _UNREACHABLE as error:
-                reason = _unless_refused(error)
-            finally:
-                await asking.disconnect(nowait=True)
-        raise ConnectionError(f"no node of the cluster knows where the queue is: {reason}")
+        return await ask_each_async(self._slot.nodes, self._ask, UNKNOWN)
+
+    async def _ask(self, node: Address) -> Address:
+        asking = self.plain(**_to_ask(node, self._kwargs))
+        try:
+            await asking.connect()
+            await asking.send_command("CLUSTER", "SLOTS")
+            return self._slot.learn(node, await asking.read_response())
+        finally:
+            await asking.disconnect(nowait=True)
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:

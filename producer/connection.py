@@ -19,13 +19,12 @@ import redis
 import redis.asyncio as aioredis
 from redis import exceptions
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
 from redis.connection import UnixDomainSocketConnection, parse_url
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
 from producer.keys import Keys
+from producer.sentinel import AsyncPool, AsyncSentinel, Sentinel
 from producer.sockets import Address, AsyncTcp, AsyncTls, AsyncUnix, SentinelTcp, SentinelTls, Tcp, Tls, Unix
 
 SOCKET_TIMEOUT_S = 10.0  # no reply for this long is a dead connection
@@ -221,17 +220,18 @@ def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[
 def _connect_sentinel(url: str, retry: Retry, options: dict[str, Any]) -> redis.Redis:
     addresses, service, plain = _split_sentinel(url)
     kwargs, sentinel_kwargs = _sentinel_options(plain, retry, options)
-    sentinel = Sentinel((), sentinel_kwargs=sentinel_kwargs)
+    sentinel = Sentinel((), sentinel_kwargs=sentinel_kwargs)  # type: ignore[no-untyped-call]  # redis-py does not annotate it
     pools = [redis.ConnectionPool(connection_class=Tcp, host=host, port=port, **sentinel_kwargs) for host, port in addresses]
     sentinel.sentinels = [redis.Redis.from_pool(pool) for pool in pools]
     cls = SentinelTls if plain.startswith("rediss") else SentinelTcp
-    master: redis.Redis = sentinel.master_for(service, connection_class=cls, **kwargs)
+    master: redis.Redis = sentinel.master_for(service, connection_class=cls, **kwargs)  # type: ignore[no-untyped-call]  # redis-py does not annotate it
     return master
 
 
 def _connect_async_sentinel(url: str, retry: AsyncRetry, options: dict[str, Any]) -> aioredis.Redis:
     addresses, service, plain = _split_sentinel(url)
     kwargs, sentinel_kwargs = _sentinel_options(plain, retry, options)
-    sentinel = AsyncSentinel(addresses, sentinel_kwargs=sentinel_kwargs)
-    master: aioredis.Redis = sentinel.master_for(service, ssl=plain.startswith("rediss"), **kwargs)
+    sentinel = AsyncSentinel(addresses, sentinel_kwargs=sentinel_kwargs)  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+    tls = plain.startswith("rediss")
+    master: aioredis.Redis = sentinel.master_for(service, connection_pool_class=AsyncPool, ssl=tls, **kwargs)
     return master

@@ -8,10 +8,12 @@ KeyboardInterrupt the pool would lend out a connection that still waits for a re
 
 from __future__ import annotations
 
+import asyncio
+import builtins
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +22,7 @@ from redis.asyncio.connection import AbstractConnection as AsyncAbstractConnecti
 from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.asyncio.connection import UnixDomainSocketConnection as AsyncUnixConnection
 from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
-from redis.exceptions import ConnectionError, ReadOnlyError  # noqa: A004 - redis-py's
+from redis.exceptions import ConnectionError, ReadOnlyError, TimeoutError  # noqa: A004 - redis-py's
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 Address = tuple[str, int]  # host and port
@@ -36,17 +38,33 @@ def within(limit_s: float) -> Iterator[None]:
 
     Only the addresses of one name have as long each.
     """
-    token = _until_s.set(time.monotonic() + limit_s)
+    token = _until_s.set(min(_until_s.get(), time.monotonic() + limit_s))
     try:
         yield
     finally:
         _until_s.reset(token)
 
 
+@asynccontextmanager
+async def within_async(limit_s: float) -> AsyncIterator[None]:
+    """The same for asyncio, whatever is done meanwhile: it is cancelled then, which is redis-py's TimeoutError."""
+    try:
+        with within(limit_s):
+            async with asyncio.timeout(limit_s):
+                yield
+    except builtins.TimeoutError:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+def left_s() -> float:
+    """What is left of `within`, in seconds, never nothing; infinite outside of it."""
+    return max(_LEAST_S, _until_s.get() - time.monotonic())
+
+
 def _left_of(timeout_s: float | None) -> float | None:
     """A timeout of redis-py's, or what is left of `within` where that is less."""
-    left_s = max(_LEAST_S, _until_s.get() - time.monotonic())
-    return timeout_s if left_s == math.inf else min(left_s, math.inf if timeout_s is None else timeout_s)
+    least_s = min(left_s(), math.inf if timeout_s is None else timeout_s)
+    return None if least_s == math.inf else least_s
 
 
 class _Blocking(AbstractConnection):
@@ -99,6 +117,13 @@ class SentinelTls(_Blocking, SentinelManagedSSLConnection):
 
 
 class _Async(AsyncAbstractConnection):
+    async def connect(self) -> None:
+        try:
+            await super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
+        except BaseException:
+            await self.disconnect(nowait=True)
+            raise
+
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return await super().read_response(*args, **kwargs)
