@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,16 +18,15 @@ import redis
 from producer.bulk import queue as bulk_jobs
 from producer.bulk.spec import BulkSpec
 from tests.servers import Server
+from tests.workers import eventually
 
 HEADRACE = [sys.executable, "-c", "from producer.cli import main; main()"]
 DEADLINE_S = 60.0
 
 
 def await_true(condition: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.02)
+    """`eventually`, with the patience that processes which start and import need."""
+    eventually(condition, what, DEADLINE_S)
 
 
 @contextmanager

@@ -57,6 +57,19 @@ def serve(server: Server, queue: str, trace: Trace) -> Serve:
     return run
 
 
+@contextmanager
+def full_worker(client: Client, serve: Serve, **settings: Any) -> Iterator[tuple[Worker, list[Handle]]]:
+    """A worker whose engine has no room, and the requests that fill it, to be cancelled."""
+    busy = client.submit_many([{"prompt": f"busy{i}", "max_tokens": 50_000} for i in range(6)])
+    with serve(**settings) as worker:
+        eventually(lambda: worker.loop.stats.running_realtime == 4, "full")
+        yield worker, busy
+
+
+def await_held(view: QueueView, worker: Worker, count: int) -> None:
+    eventually(lambda: view.workers()[worker.config.name].get("ahead") == str(count), "held")
+
+
 def submit(client: Client, count: int, name: str, **options: Any) -> list[Handle]:
     return client.submit_many([{"prompt": f"{name}{i}", "max_tokens": 3, "id": f"{name}{i}", **options} for i in range(count)])
 
@@ -108,11 +121,9 @@ def test_realtime_passes_batch_work_that_is_held(client: Client, serve: Serve, t
 
 
 def test_held_requests_are_queued_for_their_callers_and_can_be_cancelled_or_late(client: Client, serve: Serve, view: QueueView) -> None:
-    busy = client.submit_many([{"prompt": f"busy{i}", "max_tokens": 50_000} for i in range(6)])
-    with serve() as worker:
-        eventually(lambda: worker.loop.stats.running_realtime == 4, "full")
+    with full_worker(client, serve) as (worker, busy):
         held, late = submit(client, 20, "held"), submit(client, 5, "late", deadline_s=0.2)
-        eventually(lambda: view.workers()[worker.config.name].get("ahead") == "25", "held")
+        await_held(view, worker, 25)
         assert {handle.status() for handle in held} == {"queued"}
         assert {pending["times_delivered"] for pending in view.pending()} == {0, 1}
         assert {handle.cancel() for handle in held[:10]} == {"cancelled"}
@@ -147,11 +158,9 @@ def test_idle_worker_gets_its_share_of_what_another_holds(
 def test_request_to_share_is_answered_with_the_latest_and_only_by_whom_it_names(
     client: Client, serve: Serve, view: QueueView, raw: redis.Redis, queue: str
 ) -> None:
-    busy = client.submit_many([{"prompt": f"busy{i}", "max_tokens": 50_000} for i in range(6)])
-    with serve(name="holder", lease_s=60.0) as worker:
-        eventually(lambda: worker.loop.stats.running_realtime == 4, "full")
+    with full_worker(client, serve, name="holder", lease_s=60.0) as (worker, busy):
         held = submit(client, 10, "held")
-        eventually(lambda: view.workers()["holder"].get("ahead") == "10", "held")
+        await_held(view, worker, 10)
         control = Control(raw, Keys(queue))
         for name in ("nobody", "holder"):
             control.ask_to_share(name, "idle")
@@ -193,11 +202,9 @@ def lose_deliveries(raw: redis.Redis, view: QueueView, held: list[str]) -> None:
 def test_entries_that_come_back_while_others_of_their_source_wait_are_run_once(
     client: Client, serve: Serve, trace: Trace, view: QueueView, raw: redis.Redis, come_back: Callable[..., None]
 ) -> None:
-    busy = client.submit_many([{"prompt": f"busy{i}", "max_tokens": 50_000} for i in range(6)])
-    with serve(name="holder", lease_s=60.0) as worker:
-        eventually(lambda: worker.loop.stats.running_realtime == 4, "full")
+    with full_worker(client, serve, name="holder", lease_s=60.0) as (worker, busy):
         held = submit(client, 10, "held")
-        eventually(lambda: view.workers()["holder"].get("ahead") == "10", "held")
+        await_held(view, worker, 10)
         come_back(raw, view, [view.state(handle.id)["entry"] for handle in held])
         for handle in busy:
             handle.cancel()

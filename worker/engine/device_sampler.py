@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from producer.sampling import SamplingParams
+from worker.engine.filters import is_unfiltered
 from worker.engine.heads import HEAD_NATS, MASS_BITS, SampledRows, as_mass
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjusts
@@ -68,23 +69,19 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 def _draw(rows: SampledRows, keys: Tensor) -> Tensor:
     """Gumbel-max over the tokens that the filters leave, ``[rows]``; see `sampler._draw` for the tail of rows without a filter."""
     device = rows.logits.device
-    unfiltered = to_device([_is_unfiltered(p) for p in rows.params], torch.bool, device)
+    unfiltered = to_device([is_unfiltered(p) for p in rows.params], torch.bool, device)
     floor = torch.where(unfiltered, rows.top - HEAD_NATS * rows.temperature, _floors(rows))
     allowed = rows.logits >= floor[:, None]
     scaled = (rows.logits - rows.top[:, None]) / rows.temperature[:, None]
     noisy = scaled + gumbel(keys[:, None], torch.arange(rows.logits.shape[1], device=device)[None, :])
     best, token_ids = noisy.masked_fill(~allowed, -torch.inf).max(dim=-1)
-    if not any(_is_unfiltered(p) for p in rows.params):
+    if not any(is_unfiltered(p) for p in rows.params):
         return token_ids
     tail = as_mass(scaled.exp()).masked_fill_(allowed, 0).sum(-1)
     tail_noise = gumbel(keys, torch.full_like(keys, TAIL_TOKEN))
     tail_best = (tail.double() * 2.0**-MASS_BITS).log().float() + tail_noise
     unlikely_best, unlikely = noisy.masked_fill(allowed, -torch.inf).max(dim=-1)
     return torch.where(unfiltered & (tail_best > best) & (unlikely_best > -torch.inf), unlikely, token_ids)
-
-
-def _is_unfiltered(params: SamplingParams) -> bool:
-    return params.top_p == 1.0 and params.top_k <= 0 and params.min_p == 0.0
 
 
 def _floors(rows: SampledRows) -> Tensor:

@@ -17,6 +17,11 @@ from producer.sampling import SamplingParams
 from worker.engine.heads import HEAD_NATS, Heads, SampledRows, find_heads
 
 
+def is_unfiltered(params: SamplingParams) -> bool:
+    """Whether every token may be drawn."""
+    return params.top_p == 1.0 and params.top_k <= 0 and params.min_p == 0.0
+
+
 def floors(rows: SampledRows, heads: Heads) -> Tensor:
     """[rows] float32: the least logit allowed by min-p, top-k and top-p, each over what the one before left.
 

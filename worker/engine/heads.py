@@ -1,6 +1,6 @@
 """The heads of distributions over the vocabulary: few tokens hold nearly all of the mass, and nearly every draw is decided among them.
 
-Found once, in one pass over the logits, so that neither noise nor a sort is needed for the others.
+Found once, so that neither noise nor a sort is needed for the others.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from producer.sampling import MAX_LOGPROBS
 from producer.wire import TokenLogprob
-from worker.engine.filters import floors
+from worker.engine.filters import floors, is_unfiltered
 from worker.engine.heads import HEAD_NATS, MASS_BITS, SampledRows, find_heads
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjust_logits, adjusts
@@ -111,7 +111,7 @@ def _draw(logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request]) 
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
     rows = SampledRows(logits, top, temperature, params)
     keys = torch.tensor([row_key(request.seed, request.num_tokens) for request in requests], device=logits.device)
-    unfiltered = [row for row, p in enumerate(params) if p.top_p == 1.0 and p.top_k <= 0 and p.min_p == 0.0]
+    unfiltered = [row for row, p in enumerate(params) if is_unfiltered(p)]
     index = torch.tensor(unfiltered, dtype=torch.int64, device=logits.device)
     head_floor = top - HEAD_NATS * temperature
     heads = find_heads(rows, head_floor)
