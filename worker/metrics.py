@@ -28,7 +28,9 @@ from producer import __version__
 from producer.errors import BY_CODE, CLIENTS_OWN
 from producer.keys import TIERS, Tier
 from producer.wire import FinishReason
+from worker.engine.request import StepSample
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step_clock import PHASES
 
 PREFIX = "headrace:"
 OTHER = "other"  # the label of a source that is not listed, and of a code that is not known
@@ -195,6 +197,7 @@ class WorkerMetrics:
         self._busy = make.counter("engine_busy_seconds", "Time the engine spent in steps.")
         self._stalled = make.gauge("engine_stalled_seconds", "Time since the engine last showed progress; 0 while it has no work.")
         self._idle = make.counter("engine_idle_seconds", "Time the device did nothing while requests waited for it.")
+        self._phases = make.counters("step_phase_seconds", "Time the engine's thread spent on a part of its steps.", "phase", PHASES)
         self._step_time = make.distribution("step_time_seconds", "Length of a step.", STEP_SECONDS)
         self._batch_size = make.distribution("batch_size", "Requests in a step.", BATCH_SIZES)
         self._step_tokens = make.distribution("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
@@ -252,13 +255,15 @@ class WorkerMetrics:
         _count(self._preemptions["recompute"], before.recompute_preemptions, stats.recompute_preemptions)
         _count(self._preemptions["swap"], before.swap_preemptions, stats.swap_preemptions)
 
-    def step(self, *, seconds: float, idle_seconds: float, batch_size: int, num_tokens: int) -> None:
+    def step(self, step: StepSample) -> None:
         """Count one step, and the time before it in which the device did nothing though requests waited."""
-        self._busy.inc(seconds)
-        self._idle.inc(idle_seconds)
-        self._step_time.observe(seconds)
-        self._batch_size.observe(batch_size)
-        self._step_tokens.observe(num_tokens)
+        self._busy.inc(step.seconds)
+        self._idle.inc(step.idle_seconds)
+        self._step_time.observe(step.seconds)
+        self._batch_size.observe(step.batch_size)
+        self._step_tokens.observe(step.num_tokens)
+        for phase, seconds in step.phase_seconds.items():
+            self._phases[phase].inc(seconds)
 
     def tokens(self, tier: Tier, *, prompt: int = 0, generation: int = 0) -> None:
         """Count tokens of one tier; a prompt once, when its request begins."""

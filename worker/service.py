@@ -107,8 +107,9 @@ def _check_model(config: EngineConfig, model: str) -> None:
 
 
 class StepLog:
-    """A JSON line a step, written at once: when it ended (Unix time), how long it took, how long the device had idled before it, its size,
-    and the KV cache behind it (`SchedulerStats.kv_usage`, `kv_waste`). It ends with the first line that cannot be written.
+    """A JSON line a step, written at once: when it ended (Unix time), how long it took, how long the device had idled before it, where the
+    host's time went (`StepClock`), its size, and the KV cache behind it (`SchedulerStats.kv_usage`, `kv_waste`). It ends with the first
+    line that cannot be written.
     """
 
     def __init__(self, file: RawIOBase) -> None:
@@ -139,6 +140,7 @@ class StepLog:
             "time_s": round(time.time(), 4),
             "step_ms": round(1000 * step.seconds, 3),
             "idle_ms": round(1000 * step.idle_seconds, 3),
+            "phase_ms": {phase: round(1000 * seconds, 3) for phase, seconds in step.phase_seconds.items()},
             "batch_size": step.batch_size,
             "num_tokens": step.num_tokens,
             "kv_usage": round(stats.kv_usage, 4),

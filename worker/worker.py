@@ -163,7 +163,7 @@ class Worker:
         log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **engine.kernels)
 
     def _count_step(self, step: StepSample, stats: SchedulerStats) -> None:
-        self._metrics.step(seconds=step.seconds, idle_seconds=step.idle_seconds, batch_size=step.batch_size, num_tokens=step.num_tokens)
+        self._metrics.step(step)
         if self._on_step is not None:
             self._on_step(step, stats)
 

@@ -1,4 +1,4 @@
-"""Times one layer's attention in C: ``python ops/bench/cpu_attention.py`` (ms and GB/s, best of N).
+"""Times one layer's attention in C: ``python -m ops.bench.cpu_attention`` (ms and GB/s, best of N).
 
 SmolLM2-135M's shape: 9 query heads, 3 KV heads of 64.
 """
@@ -6,14 +6,10 @@ SmolLM2-135M's shape: 9 query heads, 3 KV heads of 64.
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.paged_attention import Case, make_step
 from worker.engine.attention.cpu_backend import CpuAttention

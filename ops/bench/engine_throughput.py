@@ -1,6 +1,6 @@
 """Throughput of the bare engine on a set of requests, and where its steps' time goes.
 
-``python ops/bench/engine_throughput.py worker/bench/workloads/mixed.jsonl [--rounds 3] [--json]``
+``python -m ops.bench.engine_throughput worker/bench/workloads/mixed.jsonl [--rounds 3] [--json]``
 
 All requests are there at the start; greedy, EOS ignored, no prefix cache. A first, uncounted round warms up.
 """
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from producer.sampling import SamplingParams
 from worker.engine.engine import Engine
-from worker.engine.fused.decoder import FusedDecoder
 from worker.engine.request import Request
 
 
@@ -62,31 +59,31 @@ def _requests(items: list[dict[str, Any]], number: int) -> Iterator[Request]:
 
 
 def _round(engine: Engine, requests: list[Request]) -> dict[str, Any]:
-    before = _phases(engine)
+    before = engine.decoder_seconds()
     for request in requests:
         engine.add(request)
+    phases = Counter[str]()
     start_s, steps, tokens, batch = time.monotonic(), 0, 0, 0
     while engine.has_work():
         outputs = engine.step()
         steps += 1
         tokens += sum(len(output.token_ids) for output in outputs)
-        batch += engine.last_step.batch_size if engine.last_step else 0
+        assert engine.last_step is not None
+        batch += engine.last_step.batch_size
+        phases.update(engine.last_step.phase_seconds)
     seconds = time.monotonic() - start_s
-    phases = {name: total - before.get(name, 0.0) for name, total in _phases(engine).items()}
+    decoder = {part: total - before[part] for part, total in engine.decoder_seconds().items()}
+    phases["model"] -= sum(decoder.values())
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "steps": steps,
         "mean_batch_size": batch / steps,
+        "decoder_seconds": decoder,
         "phase_seconds": phases,
-        "outside_seconds": seconds - sum(phases.values()),
+        "outside_seconds": seconds - phases.total() - sum(decoder.values()),
     }
-
-
-def _phases(engine: Engine) -> dict[str, float]:
-    fused = engine._runner._fused
-    return fused.phase_seconds() if isinstance(fused, FusedDecoder) else {}
 
 
 def _table(name: str, rounds: list[dict[str, Any]], median: dict[str, Any]) -> str:
@@ -95,7 +92,8 @@ def _table(name: str, rounds: list[dict[str, Any]], median: dict[str, Any]) -> s
         f"{name}: {median['tokens_per_second']:.0f} output tokens/s (rounds: {every})",
         f"{median['tokens']} tokens, {median['steps']} steps, mean batch {median['mean_batch_size']:.1f}, {median['seconds']:.2f} s",
     ]
-    shares = {**median["phase_seconds"], "outside the native step": median["outside_seconds"]}
+    host = {f"host: {phase}": seconds for phase, seconds in median["phase_seconds"].items() if seconds}
+    shares = {**median["decoder_seconds"], **host, "outside of steps": median["outside_seconds"]}
     lines += [f"  {part:24s} {seconds:7.2f} s {100 * seconds / median['seconds']:5.1f} %" for part, seconds in shares.items()]
     return "\n".join(lines)
 

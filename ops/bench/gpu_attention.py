@@ -1,6 +1,6 @@
 """Times paged attention on a CUDA device: ours, and beside it FlashInfer, FlashAttention and torch's SDPA where they are installed.
 
-    python ops/bench/gpu_attention.py [--shape llama-8b] [--sweep] [--json out.json]
+    python -m ops.bench.gpu_attention [--shape llama-8b] [--sweep] [--json out.json]
 
 Times are medians over graph replays, with the L2 cache cleared between them: device time, without launches. The floor beside them is
 what moving the bytes and doing the operations takes at the rates of a copy and a matrix product on this device, measured first.
@@ -13,13 +13,10 @@ import argparse
 import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from triton.testing import do_bench

@@ -106,6 +106,7 @@ class _Run:
         self._started_s = time.monotonic()
         self._state: State = "running"
         self._begun = False
+        self._saving = asyncio.Lock()  # what is saved last must be the last
         self._extent = Extent()
         self._resumed = 0
 
@@ -193,8 +194,9 @@ class _Run:
         self._runner.stop()
 
     async def _save(self, in_flight: int | None = None) -> None:
-        self._job.meta = asdict(self._progress(in_flight))
-        await asyncio.to_thread(self._job.save_meta)
+        async with self._saving:
+            self._job.meta = asdict(self._progress(in_flight))
+            await asyncio.to_thread(self._job.save_meta)
 
     def _progress(self, in_flight: int | None = None) -> Progress:
         files = self._files

@@ -174,7 +174,10 @@ def test_figures_are_those_of_the_records() -> None:
 
 
 def test_step_figures_are_weighted_by_time() -> None:
-    steps = [StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2), StepRecord(5.0, 3.0, 8, 1.0, 0.9, 0.0)]
+    steps = [
+        StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2, {"model": 0.9, "sample": 0.1}),
+        StepRecord(5.0, 3.0, 8, 1.0, 0.9, 0.0, {"model": 2.3, "sample": 0.7}),
+    ]
     assert (
         Run("x", [finished(0, 1.0, 5.0, 3)], steps).figures().items()
         >= {
@@ -185,13 +188,15 @@ def test_step_figures_are_weighted_by_time() -> None:
             "kv_waste_mean": pytest.approx(0.05),
             "kv_waste_peak": 0.2,
             "idle_share": 0.2,
+            "model_share": pytest.approx(0.8),
+            "sample_share": pytest.approx(0.2),
         }.items()
     )
 
 
 def test_what_an_engine_does_not_tell_is_left_out() -> None:
     whole_answers = Run("x", [finished(0, 3.0, 3.0, 5)], [StepRecord(1.0, 1.0, 4)])
-    assert not {"kv_usage_mean", "kv_waste_mean", "idle_share", "itl_ms_p50"} & whole_answers.figures().keys()
+    assert not {"kv_usage_mean", "kv_waste_mean", "idle_share", "model_share", "itl_ms_p50"} & whole_answers.figures().keys()
     assert "itl_ms_p50" not in Run("x", [finished(0, 1.0, 3.0, 5)]).figures(), "a mean over a request is no gap"
     assert "batch_size_mean" not in Run("x", [finished(0, 1.0, 3.0, 5)]).figures()
 
@@ -270,7 +275,7 @@ def test_the_engine_driver_tells_steps_and_kv_cache() -> None:
     assert all(len(record.token_times_s) == record.num_output_tokens for record in run.records)
     assert [step.batch_size for step in run.steps] == [2] * 4 + [1] * 5
     assert max(step.kv_usage or 0.0 for step in run.steps) == 0.5
-    assert {"idle_share", "kv_waste_mean"} <= run.figures().keys()
+    assert {"idle_share", "kv_waste_mean", "model_share"} <= run.figures().keys()
 
 
 def test_a_request_that_fails_ends_the_run() -> None:

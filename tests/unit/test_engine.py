@@ -19,6 +19,7 @@ from worker.engine.engine import Engine
 from worker.engine.failures import EXHAUSTED_AFTER, FatalDeviceError
 from worker.engine.model_loader import prepare_model
 from worker.engine.request import Request, StepPlan
+from worker.engine.step_clock import PHASES
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 POISON = 317  # a token whose embedding is NaN in `poisoned`
@@ -456,6 +457,7 @@ def test_what_the_engine_says_of_itself() -> None:
     assert engine.last_step is not None
     assert (engine.last_step.batch_size, engine.last_step.num_tokens) == (2, 2)
     assert engine.last_step.seconds > 0
+    assert {phase for phase, seconds in engine.last_step.phase_seconds.items() if seconds > 0} == {*PHASES} - {"wait"}
     assert engine.room("realtime") > 0
 
 

@@ -12,6 +12,7 @@ from prometheus_client.registry import CollectorRegistry
 
 import producer
 from producer.keys import Tier
+from worker.engine.request import StepSample
 from worker.engine.scheduler import SchedulerStats
 from worker.metrics import FAILURE_CODES, RequestSample, Series, WorkerMetrics
 
@@ -64,7 +65,7 @@ def test_every_series_but_the_info_names_its_worker_and_starts_at_zero(metrics: 
 
 def test_text_exposition_is_parsed_back_with_the_values_that_went_in(metrics: WorkerMetrics) -> None:
     metrics.serving("SmolLM2", "cpu", "bfloat16")
-    metrics.step(seconds=0.04, idle_seconds=0.01, batch_size=3, num_tokens=40)
+    metrics.step(StepSample(seconds=0.04, idle_seconds=0.01, batch_size=3, num_tokens=40))
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())}
     (info,) = families["headrace:worker_info"].samples
     assert (info.labels["model_name"], info.labels["device"], info.labels["dtype"], info.value) == ("SmolLM2", "cpu", "bfloat16", 1)
@@ -93,12 +94,15 @@ def test_weighted_observations_give_what_prometheus_own_histogram_gives_one_by_o
     assert total == pytest.approx(registry.get_sample_value("itl_sum"))
 
 
-def test_a_step_is_counted_with_the_idle_time_before_it(metrics: WorkerMetrics) -> None:
+def test_a_step_is_counted_with_its_parts_and_the_idle_time_before_it(metrics: WorkerMetrics) -> None:
     for _ in range(2):
-        metrics.step(seconds=0.03, idle_seconds=0.01, batch_size=12, num_tokens=100)
+        metrics.step(StepSample(0.03, 0.01, batch_size=12, num_tokens=100, phase_seconds={"model": 0.02, "sample": 0.005}))
     assert value(metrics, "engine_busy_seconds_total") == pytest.approx(0.06)
     assert value(metrics, "engine_idle_seconds_total") == pytest.approx(0.02)
     assert value(metrics, "step_time_seconds_count") == 2
+    assert [value(metrics, "step_phase_seconds_total", phase=phase) for phase in ("model", "sample", "wait")] == pytest.approx(
+        [0.04, 0.01, 0]
+    )
     assert value(metrics, "batch_size_sum") == 24
     assert value(metrics, "iteration_tokens_total_sum") == 200
 

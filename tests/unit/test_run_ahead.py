@@ -104,6 +104,10 @@ def test_a_step_is_measured_with_its_own_tokens_and_with_what_the_device_waited_
     assert [sample.num_tokens for sample in samples] == [9, 1, 1, 1]
     assert [sample.seconds for sample in samples] == pytest.approx([0.9, 0.1, 0.1, 0.1])
     assert [sample.idle_seconds for sample in samples] == pytest.approx([0.0, 0.05, 0.05, 0.05])
+    assert sum(sample.phase_seconds["model"] for sample in samples) == pytest.approx(1.2), "the launches, each once"
+    assert sum(sum(sample.phase_seconds.values()) for sample in samples) == pytest.approx(1.2), (
+        "the host's time between steps is no part of any"
+    )
 
 
 @pytest.mark.parametrize("how", ["stop token", "abort"])
@@ -231,7 +235,7 @@ def test_a_row_that_is_not_finite_fails_and_harms_no_other() -> None:
             logits[1] = torch.nan
         return logits
 
-    engine._runner.run_ahead = RunAhead((engine._runner._inputs, engine._runner._make_inputs()), spoil)
+    engine._runner.run_ahead = RunAhead((engine._runner._inputs, engine._runner._make_inputs()), spoil, engine._runner.clock)
     outputs = run(engine, requests)
     assert [(o.request.id, o.error_code) for o in outputs if o.error_code] == [("r1", "BATCH_FAILED")]
     assert [len(request.output_token_ids) for request in requests] == [6, 2, 6]

@@ -40,7 +40,7 @@ def test_every_line_is_json_a_librarys_too() -> None:
     assert all("timestamp" in line for line in lines)
 
 
-STEP = StepSample(0.0125, 0.001, 3, 70)
+STEP = StepSample(0.0125, 0.001, 3, 70, {"model": 0.0115, "sample": 0.001})
 
 
 def test_step_log_has_a_line_a_step_at_once(tmp_path: Path) -> None:
@@ -50,6 +50,7 @@ def test_step_log_has_a_line_a_step_at_once(tmp_path: Path) -> None:
             steps.write(STEP, SchedulerStats())
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             assert [(line["step_ms"], line["batch_size"], line["num_tokens"]) for line in lines] == [(12.5, 3, 70)] * count
+            assert [line["phase_ms"] for line in lines] == [{"model": 11.5, "sample": 1.0}] * count
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")

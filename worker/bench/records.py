@@ -5,6 +5,7 @@ interpreters use it.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class StepRecord:
         idle_s: how long the device did nothing before it though there was work.
         kv_usage: share of the KV cache's blocks that requests hold behind it, 0..1.
         kv_waste: share of the token slots of these blocks that hold nothing, 0..1.
+        phase_s: where the host's time went, by the names of `worker.engine.step_clock`.
     """
 
     end_s: float
@@ -31,6 +33,7 @@ class StepRecord:
     idle_s: float | None = None
     kv_usage: float | None = None
     kv_waste: float | None = None
+    phase_s: dict[str, float] | None = None
 
 
 @dataclass(slots=True)
@@ -80,14 +83,24 @@ class Run:
 
 
 def step_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Means weighted by the steps' lengths, peaks, and the share of the time in which the device idled though there was work."""
+    """Means weighted by the steps' lengths, peaks, the share of the time in which the device idled though there was work, and each phase's
+    share of the steps.
+    """
     figures = _mean_and_peak("batch_size", [(step.seconds, step.batch_size) for step in steps])
     figures |= _mean_and_peak("kv_usage", [(step.seconds, step.kv_usage) for step in steps if step.kv_usage is not None])
     figures |= _mean_and_peak("kv_waste", [(step.seconds, step.kv_waste) for step in steps if step.kv_waste is not None])
     idle_s = [step.idle_s for step in steps if step.idle_s is not None]
     if idle_s:
         figures["idle_share"] = sum(idle_s) / (sum(idle_s) + sum(step.seconds for step in steps))
-    return figures
+    return figures | _phase_shares([step.phase_s for step in steps if step.phase_s is not None])
+
+
+def _phase_shares(phases_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """``<phase>_share`` of the time that all phases took together."""
+    sums_s = Counter[str]()
+    for phase_s in phases_s:
+        sums_s.update(phase_s)
+    return {f"{phase}_share": seconds / sums_s.total() for phase, seconds in sums_s.items()}
 
 
 def _mean_and_peak(name: str, samples: Sequence[tuple[float, float]]) -> dict[str, float]:

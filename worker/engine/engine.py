@@ -51,6 +51,7 @@ class Engine:
         self.last_step: StepSample | None = None
         self._loaded = loaded or load_model(config)
         self._runner = ModelRunner(self._loaded, config)
+        self._clock = self._runner.clock
         self.config = self._runner.config  # with what the device decides
         if loaded is None:  # one that was given may serve others too
             self._runner.free_unused_weights()
@@ -84,6 +85,10 @@ class Engine:
     def kernels(self) -> Mapping[str, str | bool]:
         """What serves its steps: the fields of `model_runner.Kernels`."""
         return self._runner.kernels._asdict()
+
+    def decoder_seconds(self) -> dict[str, float]:
+        """As `ModelRunner.decoder_seconds`."""
+        return self._runner.decoder_seconds()
 
     def add(self, request: Request) -> None:
         """Take a request in; one that brings output goes on behind it.
@@ -211,9 +216,11 @@ class Engine:
     # A step
 
     def _step(self) -> list[StepOutput]:
+        self._clock.start()
         outputs = self._take_ended_early()
         plan = self._scheduler.schedule()
         self._runner.copy_blocks(plan)
+        self._clock.lap("schedule")
         if plan.chunks:
             outputs += self._run_now(plan) if self._runner.run_ahead is None else self._run_ahead(plan, self._runner.run_ahead)
         elif self._pending is not None:
@@ -268,9 +275,11 @@ class Engine:
             results = pending.result()
         except RuntimeError as error:  # what fails behind a launch has failed on the device
             raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
+        self._clock.lap("wait")
+        outputs = self._update_all(pending.plan, results)
         self._note(pending.plan, pending.seconds, pending.idle_seconds)
         self._idle_since_s = None
-        return self._update_all(pending.plan, results)
+        return outputs
 
     def _collect_if_idle(self) -> None:
         """Where nobody is left, read what was launched for nobody: the time until somebody comes is not the device's idleness."""
@@ -334,7 +343,8 @@ class Engine:
             self._siblings.ended(request)
 
     def _note(self, plan: StepPlan, seconds: float, idle_s: float) -> None:
-        self.last_step = StepSample(seconds, idle_s, len(plan.chunks), plan.num_tokens)
+        self._clock.lap("update")
+        self.last_step = StepSample(seconds, idle_s, len(plan.chunks), plan.num_tokens, self._clock.take())
         self._scheduler.pace.observe(plan, seconds + idle_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -20,23 +21,38 @@ class FatalDeviceError(InternalError):
     """The device is lost for this process (CUDA errors are sticky, memory may never come back); only a new process helps."""
 
 
+class _Size(NamedTuple):
+    """What a step's memory grows with."""
+
+    num_tokens: int
+    longest_context: int
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _Size:
+        return cls(plan.num_tokens, plan.longest_context)
+
+    def within(self, other: _Size) -> bool:
+        return self.num_tokens <= other.num_tokens and self.longest_context <= other.longest_context
+
+
 class Exhaustion:
     """Tells a device that has no memory left from requests that want too much of it.
 
-    A request that runs out of memory alone in its step speaks against the device where there was memory for as much before: steps of as
-    many tokens, and of as long a context, have succeeded. When `EXHAUSTED_AFTER` such fail one after the other and nothing
+    A request that runs out of memory alone in its step speaks against the device where there was memory for as much before: a step of as
+    many tokens and of as long a context has succeeded. When `EXHAUSTED_AFTER` such fail one after the other and nothing
     succeeds between, the device has lost memory that it had. Larger ones may each want too much, however many come: they do not count.
     """
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
-        self._most_tokens = self._longest_context = probe.TOKENS  # the model computed them at load
+        self._largest = [_Size(probe.TOKENS, probe.TOKENS)]  # that succeeded, none within another; the model computed this one at load
 
     def over(self, plan: StepPlan) -> None:
         """A step succeeded."""
         self._num_in_a_row = 0
-        self._most_tokens = max(self._most_tokens, plan.num_tokens)
-        self._longest_context = max(self._longest_context, plan.longest_context)
+        size = _Size.of(plan)
+        if not self._had_memory_for(size):
+            self._largest = [other for other in self._largest if not other.within(size)] + [size]
 
     def hit(self, plan: StepPlan, error: Exception) -> None:
         """A request failed alone in its step.
@@ -46,10 +62,13 @@ class Exhaustion:
         """
         if not is_out_of_memory(error):
             self._num_in_a_row = 0
-        elif plan.num_tokens <= self._most_tokens and plan.longest_context <= self._longest_context:
+        elif self._had_memory_for(_Size.of(plan)):
             self._num_in_a_row += 1
         if self._num_in_a_row >= EXHAUSTED_AFTER:
             raise FatalDeviceError(f"out of memory: {self._num_in_a_row} requests in a row, each alone in its step") from error
+
+    def _had_memory_for(self, size: _Size) -> bool:
+        return any(size.within(other) for other in self._largest)
 
 
 def is_fatal(error: Exception, device: torch.device) -> bool:

@@ -29,6 +29,7 @@ from worker.engine.probe import SPLIT_TOKENS, TOKENS, Forward, check_numbers
 from worker.engine.request import Request, Sampled, StepPlan
 from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler
+from worker.engine.step_clock import StepClock
 from worker.engine.step_results import WantedRows, sample_chosen
 
 log = structlog.get_logger("headrace.engine")
@@ -81,6 +82,7 @@ class ModelRunner:
         config: the settings, with what the device decides.
         on_device: to be entered around whatever is called from another thread than this was made in: what Triton launches goes to the
             thread's device, wherever the tensors lie.
+        clock: where the thread's time goes.
         num_blocks: of the cache; may be another number after `restore_cache`.
         run_ahead: launches steps whose tokens are read later; None where `run` alone is used.
         preemption_costs: of this model; None on a CPU, where the defaults serve.
@@ -106,6 +108,7 @@ class ModelRunner:
         self._backend = choose_backend(loaded, self.layers, config)
         self.preemption_costs = self._preemption_costs() if is_cuda else None
         self._sampler = Sampler()
+        self.clock = StepClock()
         self._graphs: DecodeGraphs | None = None
         self._fused: Decoder | None = None
         self._use(self._empty_cache())
@@ -145,7 +148,7 @@ class ModelRunner:
         self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
         self._inputs = self._make_inputs()
         runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
-        self.run_ahead = RunAhead((self._inputs, self._make_inputs()), self._logits) if runs_ahead else None
+        self.run_ahead = RunAhead((self._inputs, self._make_inputs()), self._logits, self.clock) if runs_ahead else None
 
     def _use(self, cache: KVCache) -> None:
         self.cache = cache
@@ -224,6 +227,10 @@ class ModelRunner:
 
         return peak_memory_bytes(self._loaded.device, step)
 
+    def decoder_seconds(self) -> dict[str, float]:
+        """Where the time of all steps so far went within the fused decoder; empty where none tells."""
+        return self._fused.phase_seconds() if isinstance(self._fused, FusedDecoder) else {}
+
     def free_unused_weights(self) -> None:
         """Free those weights of the model's own modules that steps do not read; no other runner may be made of the model after it."""
         if isinstance(self._fused, FusedDecoder):
@@ -292,11 +299,16 @@ class ModelRunner:
         inputs = self._inputs.build(plan.chunks)
         wanted = WantedRows(plan.chunks, inputs.token_starts)
         rows = torch.tensor(wanted.rows, dtype=torch.int64, device=self._loaded.device)
+        self.clock.lap("inputs")
         if isinstance(self._fused, FusedDecoder) and wanted.only_likeliest():
             token_ids, hidden = self._fused.likeliest(inputs.input_ids[0], inputs.positions[0], inputs.meta, rows)
-            return wanted.results(_NO_LOGITS, hidden, sample_chosen(token_ids))
-        output = self.forward(inputs.input_ids, inputs.positions, inputs.meta, rows)
-        return wanted.results(output.logits, output.hidden, self._sampler)
+            output, sample = ForwardOutput(_NO_LOGITS, hidden), sample_chosen(token_ids)
+        else:
+            output, sample = self.forward(inputs.input_ids, inputs.positions, inputs.meta, rows), self._sampler
+        self.clock.lap("model")
+        results = wanted.results(output.logits, output.hidden, sample)
+        self.clock.lap("sample")
+        return results
 
     def forward(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> ForwardOutput:
         """Run the model over a ragged batch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -225,9 +226,11 @@ class StepSample:
         idle_seconds: how long the device did nothing before it though there was work.
         batch_size: requests in it.
         num_tokens: tokens computed.
+        phase_seconds: the host's time since the sample before, by `step_clock.Phase`.
     """
 
     seconds: float
     idle_seconds: float
     batch_size: int
     num_tokens: int
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)

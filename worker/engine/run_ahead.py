@@ -20,6 +20,7 @@ from worker.engine.device_sampler import DeviceTokens, is_device_sampled, sample
 from worker.engine.input_batch import InputBatch, StepInputs
 from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, Sampled, StepPlan
 from worker.engine.sampler import FAILED
+from worker.engine.step_clock import StepClock
 
 Forward = Callable[[StepInputs, Tensor], Tensor]
 """(inputs, rows whose logits are wanted, int64) -> logits [rows, vocab], without a wait for the device."""
@@ -94,11 +95,13 @@ class RunAhead:
     Args:
         inputs: two, used in turn: the host fills one while the device may still read the other.
         forward: runs the model.
+        clock: is told of the phases of launches.
     """
 
-    def __init__(self, inputs: tuple[InputBatch, InputBatch], forward: Forward) -> None:
+    def __init__(self, inputs: tuple[InputBatch, InputBatch], forward: Forward, clock: StepClock) -> None:
         self._inputs = cycle(inputs)
         self._forward = forward
+        self._clock = clock
 
     def can_launch(self, plan: StepPlan) -> bool:
         """Whether nothing in the plan needs the host between the model and its result."""
@@ -117,8 +120,12 @@ class RunAhead:
         ends = [inputs.token_starts[i + 1] - 1 for i in sampled]
         begun = Moment(inputs.input_ids.device)
         _carry(behind, inputs.input_ids[0], requests, ends)
+        self._clock.lap("inputs")
         logits = self._forward(inputs, to_device(ends, torch.int64, inputs.input_ids.device))
-        return PendingStep(plan, sampled, sample_on_device(logits, requests), begun, behind)
+        self._clock.lap("model")
+        pending = PendingStep(plan, sampled, sample_on_device(logits, requests), begun, behind)
+        self._clock.lap("sample")
+        return pending
 
 
 def _carry(behind: PendingStep | None, input_ids: Tensor, requests: Sequence[Request], ends: Sequence[int]) -> None:

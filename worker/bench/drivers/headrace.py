@@ -46,7 +46,7 @@ def run(engine: Engine, requests: list[BenchRequest]) -> Run:
 def _step_record(engine: Engine, end_s: float) -> StepRecord:
     step, stats = engine.last_step, engine.stats()
     assert step is not None
-    return StepRecord(end_s, step.seconds, step.batch_size, step.idle_seconds, stats.kv_usage, stats.kv_waste)
+    return StepRecord(end_s, step.seconds, step.batch_size, step.idle_seconds, stats.kv_usage, stats.kv_waste, dict(step.phase_seconds))
 
 
 def _request(request: BenchRequest) -> Request:

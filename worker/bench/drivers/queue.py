@@ -83,6 +83,7 @@ def _steps(log: IO[bytes], start_s: float) -> Iterator[StepRecord]:
                 idle_s=step["idle_ms"] / 1000,
                 kv_usage=step["kv_usage"],
                 kv_waste=step["kv_waste"],
+                phase_s={phase: milliseconds / 1000 for phase, milliseconds in step["phase_ms"].items()},
             )
 
 
