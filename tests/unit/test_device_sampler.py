@@ -75,7 +75,7 @@ def test_no_row_is_ranked_for_its_neighbours() -> None:
 def test_the_unlikely_tokens_are_drawn_as_often_as_they_should_be() -> None:
     """Flat logits: the filterless draw takes the tail as one token; every token must still be as likely as the others."""
     logits = torch.zeros(1, VOCAB)
-    logits[0, 0] = 9.0  # all others are more than HEAD_NATS below, and hold a quarter of the mass
+    logits[0, 0] = 9.0  # all others are more than LIKELY_NATS below, and hold a quarter of the mass
     requests = [make_request(seed, temperature=1.0) for seed in range(400)]
     tokens = sample_on_device(logits.expand(400, -1), requests).token_ids
     share = (tokens != 0).float().mean().item()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from producer.sampling import SamplingParams
 from worker.engine.filters import floors
-from worker.engine.heads import HEAD_NATS, SampledRows, find_heads
+from worker.engine.likely_tokens import LIKELY_NATS, SampledRows, find_likely_tokens
 from worker.engine.request import Request, Sampled
 from worker.engine.sampler import Sampler
 
@@ -84,8 +84,8 @@ def kept_by_reference(logits: torch.Tensor, *, temperature: float, min_p: float,
 def kept_by_floor(logits: torch.Tensor, *, temperature: float, **params: Any) -> set[int]:
     params = {"temperature": temperature, **params}
     rows = SampledRows(logits[None], logits.max()[None], torch.tensor([temperature]), [SamplingParams(**params)])
-    heads = find_heads(rows, rows.top - HEAD_NATS * rows.temperature)
-    kept = (logits >= floors(rows, heads)[0]) & (logits > -math.inf)  # what has no chance needs no filter
+    likely = find_likely_tokens(rows, rows.top - LIKELY_NATS * rows.temperature)
+    kept = (logits >= floors(rows, likely)[0]) & (logits > -math.inf)  # what has no chance needs no filter
     return set(kept.nonzero()[:, 0].tolist())
 
 
@@ -256,9 +256,9 @@ def test_confident_rows_need_no_look_at_unlikely_tokens(params: dict[str, Any], 
     logits = torch.full((1, 500), -30.0)
     logits[0, :2] = torch.tensor([5.0, 3.0])
     rows = SampledRows(logits, logits.amax(-1), torch.ones(1), [SamplingParams(**params)])
-    heads = find_heads(rows, rows.top - HEAD_NATS)
-    monkeypatch.setattr("worker.engine.filters.find_heads", None)
-    assert floors(rows, heads).item() in (3.0, 5.0)
+    likely = find_likely_tokens(rows, rows.top - LIKELY_NATS)
+    monkeypatch.setattr("worker.engine.filters.find_likely_tokens", None)
+    assert floors(rows, likely).item() in (3.0, 5.0)
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from producer.sampling import SamplingParams
 from worker.engine.filters import is_unfiltered
-from worker.engine.heads import HEAD_NATS, MASS_BITS, SampledRows, as_mass
+from worker.engine.likely_tokens import LIKELY_NATS, MASS_BITS, SampledRows, as_mass
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjusts
 from worker.engine.request import Request
@@ -70,7 +70,7 @@ def _draw(rows: SampledRows, keys: Tensor) -> Tensor:
     """Gumbel-max over the tokens that the filters leave, ``[rows]``; see `sampler._draw` for the tail of rows without a filter."""
     device = rows.logits.device
     unfiltered = to_device([is_unfiltered(p) for p in rows.params], torch.bool, device)
-    floor = torch.where(unfiltered, rows.top - HEAD_NATS * rows.temperature, _floors(rows))
+    floor = torch.where(unfiltered, rows.top - LIKELY_NATS * rows.temperature, _floors(rows))
     allowed = rows.logits >= floor[:, None]
     scaled = (rows.logits - rows.top[:, None]) / rows.temperature[:, None]
     noisy = scaled + gumbel(keys[:, None], torch.arange(rows.logits.shape[1], device=device)[None, :])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from producer.sampling import SamplingParams
-from worker.engine.heads import HEAD_NATS, Heads, SampledRows, find_heads
+from worker.engine.likely_tokens import LIKELY_NATS, LikelyTokens, SampledRows, find_likely_tokens
 
 
 def is_unfiltered(params: SamplingParams) -> bool:
@@ -22,22 +22,22 @@ def is_unfiltered(params: SamplingParams) -> bool:
     return params.top_p == 1.0 and params.top_k <= 0 and params.min_p == 0.0
 
 
-def floors(rows: SampledRows, heads: Heads) -> Tensor:
+def floors(rows: SampledRows, likely: LikelyTokens) -> Tensor:
     """[rows] float32: the least logit allowed by min-p, top-k and top-p, each over what the one before left.
 
     Min-p (Nguyen et al. 2024) keeps tokens at least that share as likely as the likeliest. Top-k keeps the k likeliest and
     their ties. Top-p (nucleus, Holtzman et al. 2020) keeps the smallest set of the likeliest whose renormalised mass reaches p.
 
     Args:
-        heads: of the same rows, the tokens within `HEAD_NATS` of the likeliest.
+        likely: of the same rows, the tokens within `LIKELY_NATS` of the likeliest.
     """
     floor = _min_p_floors(rows)
     pending = [row for row, params in enumerate(rows.params) if params.top_k > 0 or params.top_p < 1.0]
     if not pending:
         return floor
-    total = heads.total_mass()
+    total = likely.total_mass()
 
-    def settle(part: Heads, least: Tensor) -> list[int]:
+    def settle(part: LikelyTokens, least: Tensor) -> list[int]:
         """Set the floors that the pending rows' tokens down to ``least`` tell; the rows that they do not suffice for."""
         index = torch.tensor(pending, device=floor.device)
         params = [rows.params[row] for row in pending]
@@ -45,11 +45,11 @@ def floors(rows: SampledRows, heads: Heads) -> Tensor:
         floor[index] = torch.where(known, found, floor[index])
         return [row for row, done in zip(pending, known.tolist(), strict=True) if not done]
 
-    pending = settle(heads.select(pending), (rows.top - HEAD_NATS * rows.temperature)[pending])
+    pending = settle(likely.select(pending), (rows.top - LIKELY_NATS * rows.temperature)[pending])
     if pending:
         selected = rows.select(pending)
         least = _top_k_floors(selected)
-        settle(find_heads(selected, least), least)
+        settle(find_likely_tokens(selected, least), least)
     return floor
 
 
@@ -67,12 +67,12 @@ def _top_k_floors(rows: SampledRows) -> Tensor:
 
 
 def _floors_among(
-    heads: Heads, least: Tensor, params: Sequence[SamplingParams], vocab: int, floor: Tensor, total: Tensor
+    likely: LikelyTokens, least: Tensor, params: Sequence[SamplingParams], vocab: int, floor: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Floors out of the likeliest tokens of each row, and [rows] bool: whether they sufficed.
 
     Args:
-        heads: all tokens with logits of at least ``least`` [rows].
+        likely: all tokens with logits of at least ``least`` [rows].
         params: one a row.
         floor: [rows], by min-p.
         total: [rows] int64, the masses of the whole rows.
@@ -84,14 +84,14 @@ def _floors_among(
     top_k = column([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params], torch.int64)
     top_p = column([p.top_p for p in params], torch.float64)
     unfiltered = column([p.top_k <= 0 and p.min_p == 0.0 for p in params], torch.bool)
-    row, count, order = heads.row, heads.count, _descending(heads)
-    logit, begin = heads.logit[order], count.cumsum(0) - count
+    row, count, order = likely.row, likely.count, _descending(likely)
+    logit, begin = likely.logit[order], count.cumsum(0) - count
 
     def sums(values: Tensor) -> Tensor:
         return torch.zeros_like(count).scatter_add_(0, row, values.to(torch.int64))
 
     allowed = (torch.arange(len(row), device=row.device) - begin[row] < top_k[row]) & (logit >= floor[row])
-    mass = heads.mass[order] * allowed
+    mass = likely.mass[order] * allowed
     seen_all = (floor >= least) | (top_k <= count)  # nothing outside may be allowed
     allowed_mass = sums(mass)
     # Sums over all rows may wrap around; the differences within a row are right all the same.
@@ -102,11 +102,11 @@ def _floors_among(
     return logit[begin + num_kept.clamp(min=1) - 1], known
 
 
-def _descending(heads: Heads) -> Tensor:
+def _descending(likely: LikelyTokens) -> Tensor:
     """[n]: the order in which each row's tokens, the likeliest first, follow those of the row before."""
-    bits = heads.logit.view(torch.int32)
+    bits = likely.logit.view(torch.int32)
     rank = 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(torch.int64)  # floats of either sign, in reverse
-    key = heads.row << 32 | rank
+    key = likely.row << 32 | rank
     if key.device.type != "cpu":
         return key.argsort()
     return torch.from_numpy(np.argsort(key.numpy()))  # vectorised: faster than torch's

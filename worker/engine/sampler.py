@@ -14,7 +14,7 @@ import torch
 from producer.sampling import MAX_LOGPROBS
 from producer.wire import TokenLogprob
 from worker.engine.filters import floors, is_unfiltered
-from worker.engine.heads import HEAD_NATS, MASS_BITS, SampledRows, find_heads
+from worker.engine.likely_tokens import LIKELY_NATS, MASS_BITS, SampledRows, find_likely_tokens
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjust_logits, adjusts
 from worker.engine.request import Request, Sampled
@@ -113,16 +113,16 @@ def _draw(logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request]) 
     keys = torch.tensor([row_key(request.seed, request.num_tokens) for request in requests], device=logits.device)
     unfiltered = [row for row, p in enumerate(params) if is_unfiltered(p)]
     index = torch.tensor(unfiltered, dtype=torch.int64, device=logits.device)
-    head_floor = top - HEAD_NATS * temperature
-    heads = find_heads(rows, head_floor)
+    likely_floor = top - LIKELY_NATS * temperature
+    likely = find_likely_tokens(rows, likely_floor)
     if len(unfiltered) < len(params):
-        floor = floors(rows, heads).index_copy_(0, index, head_floor[index])
-        heads = heads.at_least(floor) if bool((floor >= head_floor).all()) else find_heads(rows, floor)
-    token_ids, best = _gumbel_max(rows, keys, heads.row, heads.token, heads.logit)
-    tail_best = (heads.tail[index].double() * 2.0**-MASS_BITS).log().float() + gumbel(keys[index], torch.full_like(index, TAIL_TOKEN))
+        floor = floors(rows, likely).index_copy_(0, index, likely_floor[index])
+        likely = likely.at_least(floor) if bool((floor >= likely_floor).all()) else find_likely_tokens(rows, floor)
+    token_ids, best = _gumbel_max(rows, keys, likely.row, likely.token, likely.logit)
+    tail_best = (likely.tail[index].double() * 2.0**-MASS_BITS).log().float() + gumbel(keys[index], torch.full_like(index, TAIL_TOKEN))
     won = index[tail_best > best[index]].tolist()
     if won:
-        unlikely = rows.logits[won] < head_floor[won, None]
+        unlikely = rows.logits[won] < likely_floor[won, None]
         _put(token_ids, won, _draw_unlikely(rows.select(won), keys[won], unlikely, [token_ids[row] for row in won]))
     return token_ids
 

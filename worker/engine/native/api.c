@@ -3,7 +3,7 @@
 #include "amx.h"
 #include "attention.h"
 #include "decoder.h"
-#include "heads.h"
+#include "likely_tokens.h"
 
 /* Which kernels were built. */
 const char *headrace_isa(void) {
@@ -54,14 +54,14 @@ void headrace_decoder_step(const struct decoder *decoder, const struct step *ste
     decoder_step(decoder, step, num_threads, workspace);
 }
 
-/* The first half of finding heads; the caller makes room for what was counted. */
-void headrace_measure_heads(const struct heads *heads, int32_t num_threads) {
+/* The first half of finding the likely tokens; the caller makes room for what was counted. */
+void headrace_measure_likely_tokens(const struct likely_tokens *likely, int32_t num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int row = 0; row < heads->num_rows; row++) measure_head(heads, row);
+    for (int row = 0; row < likely->num_rows; row++) measure_likely_tokens(likely, row);
 }
 
 /* The second half. */
-void headrace_list_heads(const struct heads *heads, int32_t num_threads) {
+void headrace_list_likely_tokens(const struct likely_tokens *likely, int32_t num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int row = 0; row < heads->num_rows; row++) list_head(heads, row);
+    for (int row = 0; row < likely->num_rows; row++) list_likely_tokens(likely, row);
 }

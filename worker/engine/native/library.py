@@ -115,8 +115,8 @@ class StepStruct(ctypes.Structure):
     ]
 
 
-class HeadsStruct(ctypes.Structure):
-    """``struct heads``."""
+class LikelyTokensStruct(ctypes.Structure):
+    """``struct likely_tokens``."""
 
     _fields_: ClassVar = [
         ("logits", _POINTER),
@@ -154,7 +154,7 @@ def typed(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.headrace_decoder_workspace_bytes.restype = _INT64
     lib.headrace_decoder_step.argtypes = [decoder, ctypes.POINTER(StepStruct), _INT32, _POINTER]
     lib.headrace_decoder_step.restype = None
-    for function in (lib.headrace_measure_heads, lib.headrace_list_heads):
-        function.argtypes = [ctypes.POINTER(HeadsStruct), _INT32]
+    for function in (lib.headrace_measure_likely_tokens, lib.headrace_list_likely_tokens):
+        function.argtypes = [ctypes.POINTER(LikelyTokensStruct), _INT32]
         function.restype = None
     return lib

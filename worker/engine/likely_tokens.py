@@ -1,4 +1,4 @@
-"""The heads of distributions over the vocabulary: few tokens hold nearly all of the mass, and nearly every draw is decided among them.
+"""The likely tokens of distributions over the vocabulary: few hold nearly all of the mass, and nearly every draw is decided among them.
 
 Found once, so that neither noise nor a sort is needed for the others.
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from producer.sampling import SamplingParams
-from worker.engine.native.library import HeadsStruct, kernels
+from worker.engine.native.library import LikelyTokensStruct, kernels
 
-HEAD_NATS = 10.0  # without a filter, tokens within this of the likeliest are drawn one by one, the others as one tail
+LIKELY_NATS = 10.0  # without a filter, tokens within this of the likeliest are drawn one by one, the others as one tail
 MASS_BITS = 40  # a probability weight w <= 1 is the integer w * 2**40; a vocabulary of 2**22 tokens still fits in int64
 
 
@@ -48,7 +48,7 @@ class SampledRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class LikelyTokens:
     """Some tokens of each row, by row, then by id.
 
     Attributes:
@@ -66,14 +66,16 @@ class Heads:
     count: Tensor
     tail: Tensor
 
-    def at_least(self, floor: Tensor) -> Heads:
+    def at_least(self, floor: Tensor) -> LikelyTokens:
         """Those of the tokens with logits of at least ``floor`` [rows]; ``tail`` stays what it is."""
         kept = self.logit >= floor[self.row]
         row = self.row[kept]
-        return Heads(row, self.token[kept], self.logit[kept], self.mass[kept], torch.bincount(row, minlength=len(self.count)), self.tail)
+        return LikelyTokens(
+            row, self.token[kept], self.logit[kept], self.mass[kept], torch.bincount(row, minlength=len(self.count)), self.tail
+        )
 
-    def select(self, rows: Sequence[int]) -> Heads:
-        """The heads of these rows, in ascending order, alone."""
+    def select(self, rows: Sequence[int]) -> LikelyTokens:
+        """The tokens of these rows, in ascending order, alone."""
         if len(rows) == len(self.count):
             return self
         index = torch.tensor(rows, device=self.row.device)
@@ -81,7 +83,7 @@ class Heads:
         place[index] = torch.arange(len(rows), device=self.row.device)
         kept = place[self.row] >= 0
         row = place[self.row[kept]]
-        return Heads(row, self.token[kept], self.logit[kept], self.mass[kept], self.count[index], self.tail[index])
+        return LikelyTokens(row, self.token[kept], self.logit[kept], self.mass[kept], self.count[index], self.tail[index])
 
     def total_mass(self) -> Tensor:
         """[rows] int64: the masses of the whole rows."""
@@ -93,30 +95,30 @@ def as_mass(weights: Tensor) -> Tensor:
     return (weights.to(torch.float64) * 2.0**MASS_BITS).to(torch.int64)
 
 
-def find_heads(rows: SampledRows, floor: Tensor) -> Heads:
+def find_likely_tokens(rows: SampledRows, floor: Tensor) -> LikelyTokens:
     """The tokens with logits of at least ``floor`` [rows]."""
     lib = kernels() if rows.logits.device.type == "cpu" else None
     return find_with_torch(rows, floor) if lib is None else find_natively(lib, rows, floor)
 
 
-def find_with_torch(rows: SampledRows, floor: Tensor) -> Heads:
-    """`find_heads` on any device."""
+def find_with_torch(rows: SampledRows, floor: Tensor) -> LikelyTokens:
+    """`find_likely_tokens` on any device."""
     inside = rows.logits >= floor[:, None]
     row, token = inside.nonzero(as_tuple=True)
     mass = as_mass(rows.weights(rows.logits))
-    return Heads(row, token, rows.logits[inside], mass[inside], inside.sum(-1), mass.masked_fill(inside, 0).sum(-1))
+    return LikelyTokens(row, token, rows.logits[inside], mass[inside], inside.sum(-1), mass.masked_fill(inside, 0).sum(-1))
 
 
-def find_natively(lib: ctypes.CDLL, rows: SampledRows, floor: Tensor) -> Heads:
-    """`find_heads` by a kernel for the CPU."""
+def find_natively(lib: ctypes.CDLL, rows: SampledRows, floor: Tensor) -> LikelyTokens:
+    """`find_likely_tokens` by a kernel for the CPU."""
     num_rows, vocab = rows.logits.shape
     count, tail = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float64)
     inputs = [tensor.contiguous() for tensor in (rows.logits, rows.top, rows.temperature, floor)]
-    struct = HeadsStruct(*(tensor.data_ptr() for tensor in (*inputs, count, tail)), num_rows=num_rows, vocab=vocab)
+    struct = LikelyTokensStruct(*(tensor.data_ptr() for tensor in (*inputs, count, tail)), num_rows=num_rows, vocab=vocab)
     threads = torch.get_num_threads()
-    lib.headrace_measure_heads(ctypes.byref(struct), threads)
+    lib.headrace_measure_likely_tokens(ctypes.byref(struct), threads)
     num_tokens, begin = int(count.sum()), count.cumsum(0) - count
     token, logit, weight = torch.empty(num_tokens, dtype=torch.int64), torch.empty(num_tokens), torch.empty(num_tokens)
     struct.begin, struct.tokens, struct.values, struct.weights = (tensor.data_ptr() for tensor in (begin, token, logit, weight))
-    lib.headrace_list_heads(ctypes.byref(struct), threads)
-    return Heads(torch.arange(num_rows).repeat_interleave(count), token, logit, as_mass(weight), count, as_mass(tail))
+    lib.headrace_list_likely_tokens(ctypes.byref(struct), threads)
+    return LikelyTokens(torch.arange(num_rows).repeat_interleave(count), token, logit, as_mass(weight), count, as_mass(tail))

@@ -1,11 +1,11 @@
-/* The heads of rows of logits: the few tokens that nearly all draws are decided among. */
-#ifndef HEADRACE_HEADS_H
-#define HEADRACE_HEADS_H
+/* The likely tokens of rows of logits: the few that nearly all draws are decided among. */
+#ifndef HEADRACE_LIKELY_TOKENS_H
+#define HEADRACE_LIKELY_TOKENS_H
 
 #include <stdint.h>
 
-/* Mirrored by `HeadsStruct` in library.py. */
-struct heads {
+/* Mirrored by `LikelyTokensStruct` in library.py. */
+struct likely_tokens {
     const float *logits;                    /* [num_rows][vocab], no NaN, no +inf */
     const float *top, *temperature, *floor; /* [num_rows]; top: each row's largest logit, finite */
     int64_t *count;                         /* [num_rows]: tokens with logits >= floor */
@@ -17,9 +17,9 @@ struct heads {
 };
 
 /* Count and tail of a row. */
-void measure_head(const struct heads *heads, int row);
+void measure_likely_tokens(const struct likely_tokens *likely, int row);
 
 /* Its tokens, values and weights. */
-void list_head(const struct heads *heads, int row);
+void list_likely_tokens(const struct likely_tokens *likely, int row);
 
 #endif

@@ -1,4 +1,4 @@
-"""Heads of distributions: the kernel against torch, with every instruction set."""
+"""Likely tokens: the kernel against torch, with every instruction set."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from producer.sampling import SamplingParams
 from tests.instruction_sets import INSTRUCTION_SETS, kernels_for
-from worker.engine.heads import MASS_BITS, Heads, SampledRows, find_natively, find_with_torch
+from worker.engine.likely_tokens import MASS_BITS, LikelyTokens, SampledRows, find_natively, find_with_torch
 
 
 def rows_of(logits: torch.Tensor, temperature: float = 1.0) -> SampledRows:
@@ -21,11 +21,11 @@ def random_rows(rows: int, vocab: int, temperature: float, seed: int = 0) -> Sam
     return rows_of(torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4, temperature)
 
 
-def assert_same(found: Heads, expected: Heads) -> None:
+def assert_same(found: LikelyTokens, expected: LikelyTokens) -> None:
     for name in ("row", "token", "logit", "count"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     for name in ("mass", "tail"):
-        weights = [getattr(heads, name).double() / 2**MASS_BITS for heads in (found, expected)]
+        weights = [getattr(likely, name).double() / 2**MASS_BITS for likely in (found, expected)]
         torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
 
 
@@ -45,12 +45,12 @@ def test_impossible_tokens_weigh_nothing(instruction_set: str) -> None:
     logits = torch.full((2, 70), -math.inf)
     logits[0, 69] = -3.0
     logits[1, :] = 0.0
-    heads = find_natively(kernels_for(instruction_set), rows_of(logits), torch.tensor([-13.0, 1.0]))
-    assert (heads.row.tolist(), heads.token.tolist()) == ([0], [69])
-    assert heads.count.tolist() == [1, 0]
-    assert heads.tail[0] == 0
-    assert heads.tail[1] / 2**MASS_BITS == pytest.approx(70, rel=1e-6)
-    assert heads.total_mass()[0] / 2**MASS_BITS == pytest.approx(1, rel=1e-6)
+    likely = find_natively(kernels_for(instruction_set), rows_of(logits), torch.tensor([-13.0, 1.0]))
+    assert (likely.row.tolist(), likely.token.tolist()) == ([0], [69])
+    assert likely.count.tolist() == [1, 0]
+    assert likely.tail[0] == 0
+    assert likely.tail[1] / 2**MASS_BITS == pytest.approx(70, rel=1e-6)
+    assert likely.total_mass()[0] / 2**MASS_BITS == pytest.approx(1, rel=1e-6)
 
 
 def test_a_row_is_the_same_alone() -> None:
@@ -65,15 +65,15 @@ def test_a_row_is_the_same_alone() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=5), st.data())
-def test_heads_are_selected_and_raised_row_by_row(logits: list[list[int]], data: st.DataObject) -> None:
+def test_likely_tokens_are_selected_and_raised_row_by_row(logits: list[list[int]], data: st.DataObject) -> None:
     """As lists of lists do it."""
     width = max(map(len, logits))
     table = torch.tensor([[*map(float, row), *[-math.inf] * (width - len(row))] for row in logits])
     floor = [float(data.draw(st.integers(0, max(row)))) for row in logits]
-    heads = find_with_torch(rows_of(table), torch.tensor(floor))
+    likely = find_with_torch(rows_of(table), torch.tensor(floor))
     chosen = sorted(data.draw(st.sets(st.integers(0, len(logits) - 1), min_size=1)))
     kept = [[value for value in logits[row] if value >= floor[row]] for row in chosen]
-    selected = heads.select(chosen)
+    selected = likely.select(chosen)
     assert [selected.logit[selected.row == row].tolist() for row in range(len(chosen))] == kept
     higher = [floor[row] + 1 for row in chosen]
     raised = selected.at_least(torch.tensor(higher))
