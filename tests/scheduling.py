@@ -221,19 +221,19 @@ class Simulation:
             assert tokens["batch"] <= pace.batch_tokens(decodes, tokens["realtime"] - decodes), "batch work makes the step too long"
 
     def check_blocks(self) -> None:
-        """Every block is free, cached or used; references, pins and promises are those of the tables."""
+        """Every block is free, cached or used; references, guarantees and promises are those of the tables."""
         blocks, pool = self.scheduler._blocks, self.scheduler._blocks.pool
         assert pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks
         assert len({*pool._free, *pool._cached}) == pool.num_free + pool.num_cached
         refs = Counter(b for r in self.live for b in r.block_ids)
-        pins = Counter(b for r in self.live for b in r.block_ids if r.pinned)
+        guarantees = Counter(b for r in self.live for b in r.block_ids if r.guaranteed)
         assert refs == Counter({b: n for b, n in enumerate(pool._refs) if n})
-        assert pins == Counter({b: n for b, n in enumerate(pool._pins) if n})
+        assert guarantees == Counter({b: n for b, n in enumerate(pool._guarantees) if n})
         assert not refs.keys() & {*pool._free, *pool._cached}
-        assert pool.num_pinned == len(pins)
+        assert pool.num_guaranteed == len(guarantees)
         running = [r for r in self.live if r.status is RequestStatus.RUNNING]
-        for pinned, outstanding in ((True, blocks._outstanding_pinned), (False, blocks._outstanding_unpinned)):
-            assert outstanding == sum(r.max_blocks - len(r.block_ids) for r in running if r.pinned is pinned)
+        for guaranteed, outstanding in ((True, blocks._outstanding_guaranteed), (False, blocks._outstanding_best_effort)):
+            assert outstanding == sum(r.max_blocks - len(r.block_ids) for r in running if r.guaranteed is guaranteed)
         assert blocks.num_committed <= pool.num_blocks, "more promised than there is"
         assert self.scheduler.num_running == len(running)
         assert self.scheduler.num_waiting == len(self.live) - len(running)

@@ -29,57 +29,57 @@ def find(index: PrefixIndex, name: bytes, parent: int = ROOT) -> tuple[int, int]
 
 def test_blocks_are_given_and_taken_back() -> None:
     pool = make_pool(3)
-    assert pool.allocate(4, pinned=False) is None
-    blocks = pool.allocate(3, pinned=False)
+    assert pool.allocate(4, guaranteed=False) is None
+    blocks = pool.allocate(3, guaranteed=False)
     assert blocks is not None
     assert sorted(blocks) == [0, 1, 2]
     assert (pool.num_free, pool.num_cached, pool.num_used) == (0, 0, 3)
-    assert pool.allocate(1, pinned=False) is None
-    pool.release(blocks, pinned=False)
+    assert pool.allocate(1, guaranteed=False) is None
+    pool.release(blocks, guaranteed=False)
     assert (pool.num_free, pool.num_cached, pool.num_used) == (3, 0, 0)
 
 
 def test_a_block_released_twice_is_a_bug() -> None:
     pool = make_pool(1)
-    blocks = pool.allocate(1, pinned=False)
+    blocks = pool.allocate(1, guaranteed=False)
     assert blocks is not None
-    pool.release(blocks, pinned=False)
+    pool.release(blocks, guaranteed=False)
     with pytest.raises(AssertionError):
-        pool.release(blocks, pinned=False)
+        pool.release(blocks, guaranteed=False)
 
 
 def test_a_recorded_block_is_cached_until_it_is_needed_then_the_least_recently_used_goes_first() -> None:
     index = make_index()
     pool = BlockPool(3, index)
-    a, b, c = pool.allocate(3, pinned=False) or []
+    a, b, c = pool.allocate(3, guaranteed=False) or []
     for block, name in ((a, b"a"), (b, b"b"), (c, b"c")):
         record(pool, block, name)
-        pool.release([block], pinned=False)
+        pool.release([block], guaranteed=False)
     assert (pool.num_free, pool.num_cached, pool.num_available) == (0, 3, 3)
-    pool.share([a], pinned=False)  # used again, so now the most recent
-    pool.release([a], pinned=False)
-    assert pool.allocate(2, pinned=False) == [b, c]
+    pool.share([a], guaranteed=False)  # used again, so now the most recent
+    pool.release([a], guaranteed=False)
+    assert pool.allocate(2, guaranteed=False) == [b, c]
     assert find(index, b"a") is not None
     assert find(index, b"b") is None
 
 
 def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     pool = make_pool(3)
-    blocks = pool.allocate(3, pinned=False) or []
+    blocks = pool.allocate(3, guaranteed=False) or []
     node = ROOT
     for block, name in zip(blocks, (b"a", b"b", b"c"), strict=True):
         node = record(pool, block, name, node)
-    pool.release(blocks, pinned=False)
-    assert pool.allocate(1, pinned=False) == [blocks[2]]
+    pool.release(blocks, guaranteed=False)
+    assert pool.allocate(1, guaranteed=False) == [blocks[2]]
 
 
 def test_a_second_block_of_the_same_prefix_is_not_recorded() -> None:
     index = make_index()
     pool = BlockPool(2, index)
-    first, second = pool.allocate(2, pinned=False) or []
+    first, second = pool.allocate(2, guaranteed=False) or []
     node = record(pool, first, b"a")
     assert record(pool, second, b"a") == node
-    pool.release([second], pinned=False)
+    pool.release([second], guaranteed=False)
     assert pool.num_free == 1
     assert find(index, b"a") == (first, node)
 
@@ -87,10 +87,10 @@ def test_a_second_block_of_the_same_prefix_is_not_recorded() -> None:
 def test_a_key_that_collides_finds_neither_prefix_of_another() -> None:
     index = make_index()
     pool = BlockPool(2, index)
-    first, second = pool.allocate(2, pinned=False) or []
+    first, second = pool.allocate(2, guaranteed=False) or []
     pool.record(first, b"same key", ROOT, b"mine")
     assert index.find(b"same key", ROOT, b"yours") is None
-    pool.release([first], pinned=False)
+    pool.release([first], guaranteed=False)
     node = pool.record(second, b"same key", ROOT, b"yours")
     assert index.find(b"same key", ROOT, b"yours") == (second, node)
     assert index.find(b"same key", ROOT, b"mine") is None
@@ -114,10 +114,10 @@ def test_content_below_another_prefix_is_not_found_even_where_the_keys_collide()
 def test_a_block_whose_prefix_was_evicted_is_found_again_below_the_new_one() -> None:
     index = make_index()
     pool = BlockPool(4, index)
-    first, tail = pool.allocate(2, pinned=False) or []
+    first, tail = pool.allocate(2, guaranteed=False) or []
     record(pool, tail, b"tail", record(pool, first, b"first"))
-    pool.release([first], pinned=False)
-    assert first in (pool.allocate(3, pinned=False) or []), "its prefix is gone, it is still in use"
+    pool.release([first], guaranteed=False)
+    assert first in (pool.allocate(3, guaranteed=False) or []), "its prefix is gone, it is still in use"
     new_node = record(pool, first, b"first")
     assert find(index, b"tail", new_node) is None
     node = record(pool, tail, b"tail", new_node)
@@ -139,18 +139,18 @@ def test_keys_depend_on_salt_tokens_and_all_that_comes_before() -> None:
     assert keys(None, [1, 2]) != keys(None, [1, 2]), "each index has a salt of its own"
 
 
-def test_pinned_blocks_are_counted_once() -> None:
+def test_guaranteed_blocks_are_counted_once() -> None:
     pool = make_pool(2)
-    blocks = pool.allocate(1, pinned=True) or []
-    pool.share(blocks, pinned=True)
-    pool.share(blocks, pinned=False)
-    assert pool.num_pinned == 1
-    pool.release(blocks, pinned=True)
-    assert pool.num_pinned == 1
-    pool.release(blocks, pinned=True)
-    assert pool.num_pinned == 0
-    pool.pin(blocks)
-    assert pool.num_pinned == 1
+    blocks = pool.allocate(1, guaranteed=True) or []
+    pool.share(blocks, guaranteed=True)
+    pool.share(blocks, guaranteed=False)
+    assert pool.num_guaranteed == 1
+    pool.release(blocks, guaranteed=True)
+    assert pool.num_guaranteed == 1
+    pool.release(blocks, guaranteed=True)
+    assert pool.num_guaranteed == 0
+    pool.guarantee(blocks)
+    assert pool.num_guaranteed == 1
 
 
 def test_a_cpu_block_given_back_is_not_written_in_the_same_step() -> None:
@@ -174,23 +174,23 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.tables: list[tuple[list[int], bool]] = []
         self.recorded: dict[int, bytes] = {}
 
-    @rule(count=st.integers(0, 5), pinned=st.booleans())
-    def allocate(self, count: int, pinned: bool) -> None:
+    @rule(count=st.integers(0, 5), guaranteed=st.booleans())
+    def allocate(self, count: int, guaranteed: bool) -> None:
         available = self.pool.num_available
-        blocks = self.pool.allocate(count, pinned=pinned)
+        blocks = self.pool.allocate(count, guaranteed=guaranteed)
         assert (blocks is None) == (count > available)
         if blocks is not None:
-            self.tables.append((blocks, pinned))
+            self.tables.append((blocks, guaranteed))
             for block in blocks:
                 self.recorded.pop(block, None)
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), pinned=st.booleans())
-    def share_prefix(self, data: st.DataObject, pinned: bool) -> None:
+    @rule(data=st.data(), guaranteed=st.booleans())
+    def share_prefix(self, data: st.DataObject, guaranteed: bool) -> None:
         blocks, _ = data.draw(st.sampled_from(self.tables))
         shared = blocks[: data.draw(st.integers(0, len(blocks)))]
-        self.pool.share(shared, pinned=pinned)
-        self.tables.append((list(shared), pinned))
+        self.pool.share(shared, guaranteed=guaranteed)
+        self.tables.append((list(shared), guaranteed))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), name=st.sampled_from([b"a", b"b", b"c"]))
@@ -201,30 +201,30 @@ class BlockPoolMachine(RuleBasedStateMachine):
             if name not in self.recorded.values():
                 self.recorded[blocks[0]] = name
 
-    @rule(name=st.sampled_from([b"a", b"b", b"c"]), pinned=st.booleans())
-    def hit(self, name: bytes, pinned: bool) -> None:
+    @rule(name=st.sampled_from([b"a", b"b", b"c"]), guaranteed=st.booleans())
+    def hit(self, name: bytes, guaranteed: bool) -> None:
         found = find(self.index, name)
         expected = {block for block, recorded in self.recorded.items() if recorded == name}
         assert ({found[0]} if found else set()) == expected
         if found:
-            self.pool.share([found[0]], pinned=pinned)
-            self.tables.append(([found[0]], pinned))
+            self.pool.share([found[0]], guaranteed=guaranteed)
+            self.tables.append(([found[0]], guaranteed))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.tables) - 1))
-        blocks, pinned = self.tables.pop(index)
-        self.pool.release(blocks, pinned=pinned)
+        blocks, guaranteed = self.tables.pop(index)
+        self.pool.release(blocks, guaranteed=guaranteed)
 
     @invariant()
     def every_block_is_free_cached_or_used(self) -> None:
         pool = self.pool
         refs = Counter(block for blocks, _ in self.tables for block in blocks)
-        pins = {block for blocks, pinned in self.tables if pinned for block in blocks}
+        promised = {block for blocks, guaranteed in self.tables if guaranteed for block in blocks}
         assert all(pool.ref_count(block) == refs[block] for block in range(pool.num_blocks))
         assert pool.num_used == len(refs)
-        assert pool.num_pinned == len(pins)
+        assert pool.num_guaranteed == len(promised)
         assert pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks
         assert pool.num_cached == len(self.recorded.keys() - refs.keys())
         if not refs:

@@ -1,9 +1,9 @@
 """Decides who enters the batch. Pure bookkeeping: neither torch nor redis.
 
-Realtime requests are pinned: admitted only where every block they can need is there or can be had by preempting.
+Realtime requests are guaranteed: admitted only where every block they can need is there or can be had by preempting.
 Batch requests take what is left, may promise `EngineConfig.batch_overcommit` times that, and give way to
-realtime down to the tier's floor. So that realtime cannot starve them, one that enters while no other runs is pinned
-too, and realtime leaves room for that (`_batch_claim`).
+realtime down to the tier's floor. So that realtime cannot starve them, one that enters while no other runs is guaranteed
+too, and realtime leaves room for that (`_batch_reserve`).
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class Admission:
         if request is None:
             return None
         prefix = self._blocks.lookup(request)
-        if not self._can_pin(request, prefix, self._batch_claim(request)):
+        if not self._can_guarantee(request, prefix, self._batch_reserve(request)):
             self._refused[queue] = (request, self._epoch)
             return None
         if free_slots <= 0 and not self._preemption.preempt_newest(step.plan):
             return None
         self._batch_has_turn |= self._is_oversized(request)
-        return self._enter(queue, step, prefix, pinned=True)
+        return self._enter(queue, step, prefix, guaranteed=True)
 
     def admit_batch(self, step: Step) -> Request | None:
         """Admit the next batch request if it fits beside what realtime is entitled to; None where not.
@@ -154,23 +154,23 @@ class Admission:
         if request is None or (step.plan.swap_in and request.status is RequestStatus.WAITING):
             return None
         prefix = self._blocks.lookup(request)
-        if not self._running.count["batch"] and self._may_pin_batch(request) and self._can_pin(request, prefix):
-            return self._enter(queue, step, prefix, pinned=True)
-        while not self._fits_unpinned(request, prefix):
+        if not self._running.count["batch"] and self._may_guarantee_batch(request) and self._can_guarantee(request, prefix):
+            return self._enter(queue, step, prefix, guaranteed=True)
+        while not self._fits_best_effort(request, prefix):
             if len(self._running) or not self._blocks.drop_forked():
                 self._refused[queue] = (request, self._epoch)
                 return None
             prefix = self._blocks.lookup(request)
-        return self._enter(queue, step, prefix, pinned=False)
+        return self._enter(queue, step, prefix, guaranteed=False)
 
     def admit_static(self, step: Step) -> Request | None:
-        """Admit the next request of any tier to a static batch, where all are pinned; None where it does not fit."""
+        """Admit the next request of any tier to a static batch, where all are guaranteed; None where it does not fit."""
         queue = next((queue for queue in self._queues if len(queue)), None)
         request = queue.peek() if queue is not None else None
         if queue is None or request is None or len(self._running) >= self._max_batch_size:
             return None
         prefix = self._blocks.lookup(request)
-        return self._enter(queue, step, prefix, pinned=True) if self._can_pin(request, prefix) else None
+        return self._enter(queue, step, prefix, guaranteed=True) if self._can_guarantee(request, prefix) else None
 
     def may_fill_floor(self, step: Step) -> bool:
         """Whether a batch request that waits for the tier's floor may enter in this step."""
@@ -190,7 +190,7 @@ class Admission:
             blocks = self._num_blocks - self._blocks.num_committed
         else:
             slots = min(self._batch_slots() - self._running.count["batch"], self._max_batch_size - len(self._running))
-            blocks = int(self._overcommit * (self._num_blocks - self._blocks.num_committed)) - self._blocks.num_unpinned_demand
+            blocks = int(self._overcommit * (self._num_blocks - self._blocks.num_committed)) - self._blocks.num_best_effort_demand
             allowance = 0 if len(self._queues.realtime) else allowance
         by_blocks = int((blocks - self._queues.num_blocks(tier)) / self._mean_blocks)
         at_least = 1 if not waiting and slots > 0 else 0  # so that the next one's need is known
@@ -208,17 +208,17 @@ class Admission:
             step.put_aside.append(queue.pop())
         return None
 
-    def _enter(self, queue: WaitingQueue, step: Step, prefix: Prefix, *, pinned: bool) -> Request:
+    def _enter(self, queue: WaitingQueue, step: Step, prefix: Prefix, *, guaranteed: bool) -> Request:
         request = queue.pop()
         if request.status is RequestStatus.WAITING:
             self._charge_prompt(request, prefix)
         elif request.status is RequestStatus.SWAPPED:
             num_swapped_in = len(request.cpu_block_ids) - len(prefix.block_ids)
             self._preemption.reclaim(num_swapped_in + prefix.num_idle, step.plan)
-        step.plan.swap_in += self._blocks.admit(request, prefix, pinned=pinned)
+        step.plan.swap_in += self._blocks.admit(request, prefix, guaranteed=guaranteed)
         request.move_to(RequestStatus.RUNNING)
         self._running.add(request)
-        if request is self._running.pinned_batch:
+        if request is self._running.guaranteed_batch:
             self._batch_has_turn = False
         return request
 
@@ -227,11 +227,11 @@ class Admission:
         num_uncached = request.num_prompt_tokens - len(prefix.block_ids) * self._blocks.block_size
         request.account.served += request.account.prompt_cost * max(num_uncached, 0)
 
-    def _can_pin(self, request: Request, prefix: Prefix, claim: int = 0) -> bool:
-        needed = request.max_blocks - len(prefix.block_ids) + prefix.num_unpinned
-        return self._blocks.num_committed + needed + claim <= self._num_blocks
+    def _can_guarantee(self, request: Request, prefix: Prefix, reserve: int = 0) -> bool:
+        needed = request.max_blocks - len(prefix.block_ids) + prefix.num_unguaranteed
+        return self._blocks.num_committed + needed + reserve <= self._num_blocks
 
-    def _fits_unpinned(self, request: Request, prefix: Prefix) -> bool:
+    def _fits_best_effort(self, request: Request, prefix: Prefix) -> bool:
         """Whether what a batch request needs now is there, and what it may come to need is not promised too often.
 
         To one that was preempted before nothing is promised that another was: it might run out again.
@@ -242,7 +242,7 @@ class Admission:
             capacity = min(capacity, self._shares.batch_blocks)
         overcommit = 1.0 if request.num_preemptions else self._overcommit
         rest = request.max_blocks - len(prefix.block_ids)
-        if blocks.num_unpinned_demand + prefix.num_idle + rest + watermark > overcommit * capacity:
+        if blocks.num_best_effort_demand + prefix.num_idle + rest + watermark > overcommit * capacity:
             return False
         needed_now = blocks.blocks_for(request.num_tokens) - len(prefix.block_ids)
         return blocks.num_spare - prefix.num_idle - watermark >= needed_now
@@ -258,16 +258,16 @@ class Admission:
     def _batch_floor_in_use(self) -> int:
         return min(self._shares.floor_slots, self._running.count["batch"] + len(self._queues.batch))
 
-    def _batch_claim(self, request: Request) -> int:
-        """Blocks that a realtime request must leave to the eldest batch request, while none is pinned."""
-        if not self._shares.floor_slots or self._running.pinned_batch is not None:
+    def _batch_reserve(self, request: Request) -> int:
+        """Blocks that a realtime request must leave to the eldest batch request, while none is guaranteed."""
+        if not self._shares.floor_slots or self._running.guaranteed_batch is not None:
             return 0
         if self._is_oversized(request) and not self._batch_has_turn:
             return 0
-        eldest = self._running.eldest_unpinned(self._shares.batch_blocks) or self._queues.batch.peek()
+        eldest = self._running.eldest_best_effort(self._shares.batch_blocks) or self._queues.batch.peek()
         return 0 if eldest is None else eldest.max_blocks
 
-    def _may_pin_batch(self, request: Request) -> bool:
+    def _may_guarantee_batch(self, request: Request) -> bool:
         return self._shares.floor_slots > 0 and request.max_blocks <= self._shares.batch_blocks
 
     def _is_oversized(self, request: Request) -> bool:

@@ -1,7 +1,7 @@
 """Who holds which blocks, and who may come to need how many. Pure bookkeeping: neither torch nor redis.
 
-A *pinned* request was promised every block it can ever need, and admission keeps ``committed <= num_blocks``; any
-other may find that there is none left, and is preempted then. Blocks are taken as tokens are scheduled, so a
+A *guaranteed* request was promised every block it can ever need, and admission keeps ``committed <= num_blocks``; any
+other (*best effort*) may find that there is none left, and is preempted then. Blocks are taken as tokens are scheduled, so a
 sequence wastes at most the end of its last block.
 """
 
@@ -22,13 +22,13 @@ class Prefix(NamedTuple):
         block_ids: in order; found in the prefix index, or held since `BlockManager.fork`.
         node: of the whole prefix in the index.
         num_idle: how many of the blocks are cached, so that using them makes them unavailable to others.
-        num_unpinned: how many of the blocks are not pinned yet.
+        num_unguaranteed: how many of the blocks are not guaranteed yet.
     """
 
     block_ids: list[int]
     node: int
     num_idle: int
-    num_unpinned: int
+    num_unguaranteed: int
 
 
 class BlockManager:
@@ -47,8 +47,8 @@ class BlockManager:
         self.num_prefix_queries = 0  # tokens
         self.num_prefix_hits = 0
         self._index = index
-        self._outstanding_pinned = 0  # blocks promised to pinned requests, not yet taken
-        self._outstanding_unpinned = 0  # blocks that other running requests may come to need
+        self._outstanding_guaranteed = 0  # blocks promised to guaranteed requests, not yet taken
+        self._outstanding_best_effort = 0  # blocks that best-effort requests may come to need
         self._forked: dict[Request, None] = {}  # waiting requests that hold blocks
 
     @property
@@ -57,18 +57,18 @@ class BlockManager:
 
     @property
     def num_committed(self) -> int:
-        """Blocks that pinned requests hold or were promised."""
-        return self.pool.num_pinned + self._outstanding_pinned
+        """Blocks that guaranteed requests hold or were promised."""
+        return self.pool.num_guaranteed + self._outstanding_guaranteed
 
     @property
-    def num_unpinned_demand(self) -> int:
-        """Blocks that requests which are not pinned hold, shared with none that is, or may come to need."""
-        return self.pool.num_used - self.pool.num_pinned + self._outstanding_unpinned
+    def num_best_effort_demand(self) -> int:
+        """Blocks that best-effort requests hold, shared with no guaranteed one, or may come to need."""
+        return self.pool.num_used - self.pool.num_guaranteed + self._outstanding_best_effort
 
     @property
     def num_spare(self) -> int:
-        """Available blocks that no pinned request is going to take; may be negative."""
-        return self.pool.num_available - self._outstanding_pinned
+        """Available blocks that no guaranteed request is going to take; may be negative."""
+        return self.pool.num_available - self._outstanding_guaranteed
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
@@ -105,19 +105,19 @@ class BlockManager:
         """Prefix keys of the blocks that are full once the request is computed up to ``end``."""
         return request.block_keys[request.num_computed_tokens // self.block_size : end // self.block_size]
 
-    def admit(self, request: Request, prefix: Prefix, *, pinned: bool) -> list[tuple[int, int]]:
+    def admit(self, request: Request, prefix: Prefix, *, guaranteed: bool) -> list[tuple[int, int]]:
         """Give a request its prefix; the rest it takes as it grows. Returns the pairs to swap in: (CPU block, block).
 
         A swapped request takes the blocks of its computed tokens at once; they must be available.
         """
         if request.block_ids:
             del self._forked[request]
-            if pinned:
-                self.pool.pin(request.block_ids)
+            if guaranteed:
+                self.pool.guarantee(request.block_ids)
         else:
-            self.pool.share(prefix.block_ids, pinned=pinned)
+            self.pool.share(prefix.block_ids, guaranteed=guaranteed)
             request.block_ids = prefix.block_ids
-        request.pinned = pinned
+        request.guaranteed = guaranteed
         request.prefix_node = prefix.node
         request.num_indexed_blocks = 0 if prefix.node == ROOT else len(prefix.block_ids)
         self._add_outstanding(request, request.max_blocks - len(request.block_ids))
@@ -133,7 +133,7 @@ class BlockManager:
 
     def grow(self, request: Request, count: int) -> None:
         """Append ``count`` blocks to a table; that many must be available."""
-        block_ids = self.pool.allocate(count, pinned=request.pinned)
+        block_ids = self.pool.allocate(count, guaranteed=request.guaranteed)
         assert block_ids is not None, "the caller makes room first"
         request.block_ids.extend(block_ids)
         self._add_outstanding(request, -count)
@@ -144,11 +144,11 @@ class BlockManager:
         if request.status is RequestStatus.RUNNING:
             self._add_outstanding(request, len(request.block_ids) - request.max_blocks)
         self._forked.pop(request, None)
-        self.pool.release(request.block_ids, pinned=request.pinned)
+        self.pool.release(request.block_ids, guaranteed=request.guaranteed)
         self.cpu_pool.release(request.cpu_block_ids)
         request.block_ids = []
         request.cpu_block_ids = []
-        request.pinned = False
+        request.guaranteed = False
         request.num_indexed_blocks = 0
         request.prefix_node = ROOT
 
@@ -179,7 +179,7 @@ class BlockManager:
         num_tokens = min(parent.num_computed_tokens, child.max_cached_tokens, parent.num_prompt_tokens)
         block_ids = parent.block_ids[: num_tokens // self.block_size]
         if block_ids:
-            self.pool.share(block_ids, pinned=False)
+            self.pool.share(block_ids, guaranteed=False)
             self._forked[child] = None
             child.block_ids = block_ids
 
@@ -188,7 +188,7 @@ class BlockManager:
         if not self._forked:
             return False
         request, _ = self._forked.popitem()
-        self.pool.release(request.block_ids, pinned=False)
+        self.pool.release(request.block_ids, guaranteed=False)
         request.block_ids = []
         return True
 
@@ -196,15 +196,15 @@ class BlockManager:
         """Nobody holds a block, and nobody is to take one."""
         pool = self.pool
         assert pool.num_free + pool.num_cached == pool.num_blocks, "a block was lost"
-        assert pool.num_pinned == 0
-        assert self._outstanding_pinned == self._outstanding_unpinned == 0
+        assert pool.num_guaranteed == 0
+        assert self._outstanding_guaranteed == self._outstanding_best_effort == 0
         assert self.cpu_pool.num_free == self.cpu_pool.num_blocks, "a CPU block was lost"
 
     def _add_outstanding(self, request: Request, count: int) -> None:
-        if request.pinned:
-            self._outstanding_pinned += count
+        if request.guaranteed:
+            self._outstanding_guaranteed += count
         else:
-            self._outstanding_unpinned += count
+            self._outstanding_best_effort += count
 
     def _num_shareable(self, request: Request) -> int:
         swapped = request.status is RequestStatus.SWAPPED
@@ -213,8 +213,8 @@ class BlockManager:
     def _describe(self, block_ids: list[int], node: int) -> Prefix:
         pool = self.pool
         num_idle = sum(pool.ref_count(block_id) == 0 for block_id in block_ids)
-        num_unpinned = sum(not pool.is_pinned(block_id) for block_id in block_ids)
-        return Prefix(block_ids, node, num_idle, num_unpinned)
+        num_unguaranteed = sum(not pool.is_guaranteed(block_id) for block_id in block_ids)
+        return Prefix(block_ids, node, num_idle, num_unguaranteed)
 
     def _swap_in(self, request: Request) -> list[tuple[int, int]]:
         shared = len(request.block_ids)

@@ -16,7 +16,7 @@ from worker.engine.prefix_index import PrefixIndex
 class BlockPool:
     """Hands out, shares and takes back the blocks ``0..num_blocks-1``.
 
-    A reference may be *pinned*: its holder was promised its blocks, so they cannot be had by preempting it.
+    A reference may be *guaranteed*: its holder was promised its blocks, so they cannot be had by preempting it.
 
     Args:
         num_blocks: blocks of the KV cache.
@@ -25,12 +25,12 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
         self.num_blocks = num_blocks
-        self.num_pinned = 0
+        self.num_guaranteed = 0
         self._index = index
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
-        self._pins = [0] * num_blocks
+        self._guarantees = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -53,44 +53,44 @@ class BlockPool:
         """How many block tables hold the block."""
         return self._refs[block_id]
 
-    def is_pinned(self, block_id: int) -> bool:
-        return self._pins[block_id] > 0
+    def is_guaranteed(self, block_id: int) -> bool:
+        return self._guarantees[block_id] > 0
 
-    def allocate(self, count: int, *, pinned: bool) -> list[int] | None:
+    def allocate(self, count: int, *, guaranteed: bool) -> list[int] | None:
         """Take ``count`` blocks of undefined content, free ones first; None where there are not that many."""
         if count > len(self._free) + len(self._cached):
             return None
         block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block_id in block_ids:
             self._refs[block_id] = 1
-            self._pins[block_id] = int(pinned)
-        self.num_pinned += count * pinned
+            self._guarantees[block_id] = int(guaranteed)
+        self.num_guaranteed += count * guaranteed
         return block_ids
 
-    def share(self, block_ids: Sequence[int], *, pinned: bool) -> None:
+    def share(self, block_ids: Sequence[int], *, guaranteed: bool) -> None:
         """Add a reference to each of these used or cached blocks."""
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 del self._cached[block_id]
             self._refs[block_id] += 1
-        if pinned:
-            self.pin(block_ids)
+        if guaranteed:
+            self.guarantee(block_ids)
 
-    def pin(self, block_ids: Iterable[int]) -> None:
-        """Turn one reference to each block into a pinned one."""
+    def guarantee(self, block_ids: Iterable[int]) -> None:
+        """Turn one reference to each block into a guaranteed one."""
         for block_id in block_ids:
-            assert self._pins[block_id] < self._refs[block_id], "pinned more often than held"
-            self.num_pinned += self._pins[block_id] == 0
-            self._pins[block_id] += 1
+            assert self._guarantees[block_id] < self._refs[block_id], "guaranteed more often than held"
+            self.num_guaranteed += self._guarantees[block_id] == 0
+            self._guarantees[block_id] += 1
 
-    def release(self, block_ids: Sequence[int], *, pinned: bool) -> None:
+    def release(self, block_ids: Sequence[int], *, guaranteed: bool) -> None:
         """Drop a reference to each block of a table. Its end is the first to be evicted: a prefix is worth more than its tail."""
         for block_id in reversed(block_ids):
             assert self._refs[block_id] > 0, "released more often than held"
             self._refs[block_id] -= 1
-            if pinned:
-                self._pins[block_id] -= 1
-                self.num_pinned -= self._pins[block_id] == 0
+            if guaranteed:
+                self._guarantees[block_id] -= 1
+                self.num_guaranteed -= self._guarantees[block_id] == 0
             if self._refs[block_id] == 0:
                 self._retire(block_id)
 

@@ -34,7 +34,7 @@ class PreemptionCosts:
 
 
 class Preemption:
-    """Takes back blocks from requests that are not pinned, newest first."""
+    """Takes back blocks from requests that run at best effort, newest first."""
 
     def __init__(self, blocks: BlockManager, running: RunningSet, queues: WaitingQueues, costs: PreemptionCosts) -> None:
         self.costs = costs

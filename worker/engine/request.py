@@ -61,7 +61,7 @@ class Request:
         token_counts: what the penalties count, the sampler's own.
         place: order within its tier: deadline, arrival, order of `Scheduler.add`. This and what follows are the scheduler's own.
         max_blocks: blocks that ``max_total_tokens`` take.
-        pinned: promised all of its blocks, so never preempted.
+        guaranteed: promised all of its blocks, so never preempted; the others run at best effort.
         block_keys: prefix key of each full block, as far as known.
         num_indexed_blocks: how many leading blocks the prefix index knows; ``prefix_node`` names them there.
         account: its source's service.
@@ -94,7 +94,7 @@ class Request:
     token_counts: Any = None
     place: tuple[float, int, int] = (math.inf, 0, 0)
     max_blocks: int = 0
-    pinned: bool = False
+    guaranteed: bool = False
     block_keys: list[bytes] = field(default_factory=list)
     num_indexed_blocks: int = 0
     prefix_node: int = 0

@@ -15,7 +15,7 @@ class RunningSet:
 
     def __init__(self) -> None:
         self.count: dict[Tier, int] = {"realtime": 0, "batch": 0}
-        self.pinned_batch: Request | None = None  # the one batch request that keeps its tier from starving
+        self.guaranteed_batch: Request | None = None  # the one batch request that keeps its tier from starving
         self._requests: dict[Request, None] = {}
 
     def __len__(self) -> int:
@@ -27,27 +27,27 @@ class RunningSet:
     def add(self, request: Request) -> None:
         self._requests[request] = None
         self.count[request.tier] += 1
-        if request.pinned and request.tier == "batch":
-            self.pinned_batch = request
+        if request.guaranteed and request.tier == "batch":
+            self.guaranteed_batch = request
 
     def remove(self, request: Request) -> None:
         del self._requests[request]
         self.count[request.tier] -= 1
-        if request is self.pinned_batch:
-            self.pinned_batch = None
+        if request is self.guaranteed_batch:
+            self.guaranteed_batch = None
 
-    def eldest_unpinned(self, max_blocks: int) -> Request | None:
+    def eldest_best_effort(self, max_blocks: int) -> Request | None:
         """The first in arrival of those that may be preempted and need at most ``max_blocks``."""
-        candidates = (request for request in self._unpinned() if request.max_blocks <= max_blocks)
+        candidates = (request for request in self._best_effort() if request.max_blocks <= max_blocks)
         return min(candidates, key=_arrival, default=None)
 
     def victim(self, spared: Request | None) -> Request | None:
         """Whom to preempt: the last in arrival, unless it was preempted too often. None where nobody else may be."""
-        candidates = (request for request in self._unpinned() if request is not spared)
+        candidates = (request for request in self._best_effort() if request is not spared)
         return max(candidates, key=_susceptibility, default=None)
 
-    def _unpinned(self) -> Iterator[Request]:
-        return (request for request in self._requests if not request.pinned)
+    def _best_effort(self) -> Iterator[Request]:
+        return (request for request in self._requests if not request.guaranteed)
 
 
 def _arrival(request: Request) -> tuple[int, int]:

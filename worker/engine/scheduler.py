@@ -291,7 +291,7 @@ class Scheduler:
     def _grow_decodes(self, step: Step, growing: list[Request]) -> None:
         while self._blocks.pool.num_available < len(growing):
             reclaimed = self._blocks.drop_forked() or self._preemption.preempt_newest(step.plan)
-            assert reclaimed, "pinned requests were promised their blocks"
+            assert reclaimed, "guaranteed requests were promised their blocks"
             growing = [request for request in growing if request.status is RequestStatus.RUNNING]
             step.decodes = [chunk for chunk in step.decodes if chunk.request.status is RequestStatus.RUNNING]
         for request in growing:
@@ -363,7 +363,7 @@ class Scheduler:
     def _make_room(self, step: Step, request: Request, count: int) -> int:
         """Give a request the blocks for ``count`` more tokens; returns for how many of them there was room.
 
-        Pinned requests and the eldest of the others get theirs by preempting; the rest make do with what is there.
+        Guaranteed requests and the eldest of the others get theirs by preempting; the rest make do with what is there.
         """
         if count <= 0 or request.status is not RequestStatus.RUNNING:
             return 0
@@ -378,9 +378,9 @@ class Scheduler:
         return count
 
     def _reclaim_for(self, step: Step, request: Request, missing: int) -> None:
-        if request.pinned or request is self._running.eldest_unpinned(request.max_blocks):
+        if request.guaranteed or request is self._running.eldest_best_effort(request.max_blocks):
             enough = self._preemption.reclaim(missing, step.plan, spared=request)
-            assert enough or not request.pinned, "pinned requests were promised their blocks"
+            assert enough or not request.guaranteed, "guaranteed requests were promised their blocks"
 
     def _close(self, step: Step) -> StepPlan:
         self._admission.put_back(step)
