@@ -27,7 +27,7 @@ class Ticket:
     """
 
     active: ActiveRequest
-    place: tuple[float, int, int]
+    sort_key: tuple[float, int, int]
     num_bytes: int
     status: RequestStatus = RequestStatus.WAITING
     account: SourceAccount[Ticket] | None = field(default=None, repr=False)
@@ -140,7 +140,7 @@ class WaitingAhead:
 
     def latest(self) -> list[ActiveRequest]:
         """Whom to give to another worker: of each tier the latter half, and a single one."""
-        waiting = [sorted(self._waiting(tier), key=lambda ticket: ticket.place) for tier in TIERS]
+        waiting = [sorted(self._waiting(tier), key=lambda ticket: ticket.sort_key) for tier in TIERS]
         return [ticket.active for tickets in waiting for ticket in tickets[len(tickets) // 2 :]]
 
     def all(self) -> list[ActiveRequest]:

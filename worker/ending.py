@@ -10,7 +10,7 @@ import structlog
 from producer.codec import decode_request
 from producer.errors import HeadraceError, InvalidRequest
 from producer.wire import Result, Timings
-from worker.metrics import RequestSample
+from worker.metrics import RequestStats
 from worker.registry import ActiveRequest
 from worker.stream.delivery import Settlement, TokensFrame
 
@@ -25,7 +25,7 @@ def result_of(active: ActiveRequest, *, worker: str, model: str) -> Result:
     assert outputs is not None, "it ran"
     assert start is not None, "it ran"
     now_ms = start.since_enqueued_ms(time.monotonic())  # one that had all its tokens when it was resumed got none here
-    return outputs.gather.result(
+    return outputs.collector.result(
         timings=Timings(
             queue_ms=active.queue_ms or 0.0,
             ttft_ms=now_ms if active.ttft_ms is None else active.ttft_ms,
@@ -66,13 +66,13 @@ def without_what_is_too_large(active: ActiveRequest) -> HeadraceError:
     return InvalidRequest(f"{field} asks for more than one reply can hold", field=field, request_id=active.id)
 
 
-def sample_of(active: ActiveRequest) -> RequestSample:
+def stats_of(active: ActiveRequest) -> RequestStats:
     """The parts of its life are told only of one that ran in one piece: of a resumed one this worker knows the latter half."""
     outcome, start = active.outcome, active.start
     failed = isinstance(outcome, HeadraceError)
     step_s, first_s, last_s = active.first_step_s, active.first_token_s, active.last_token_s
     whole = start is not None and not active.resumed
-    return RequestSample(
+    return RequestStats(
         tier=active.tier,
         source=active.source,
         finish_reason=outcome.finish_reason if isinstance(outcome, Result) else None,
@@ -94,7 +94,7 @@ def _figures(active: ActiveRequest) -> dict[str, object]:
     outcome, start, delivery = active.outcome, active.start, active.delivery
     fields: dict[str, object] = {"id": active.id, "tier": active.tier, "source": active.source, "attempt": delivery.attempt}
     if active.outputs is not None:
-        fields |= {"prompt_tokens": active.outputs.gather.num_prompt_tokens, "completion_tokens": active.outputs.num_tokens}
+        fields |= {"prompt_tokens": active.outputs.collector.num_prompt_tokens, "completion_tokens": active.outputs.num_tokens}
     if start is not None:
         fields["total_ms"] = start.since_enqueued_ms(time.monotonic())
         fields |= {name: ms for name, ms in (("queue_ms", active.queue_ms), ("ttft_ms", active.ttft_ms)) if ms is not None}

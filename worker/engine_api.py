@@ -7,7 +7,7 @@ from typing import Protocol
 
 from producer.keys import Tier
 from producer.wire import GenerateRequest
-from worker.engine.request import Request, StepOutput, StepSample
+from worker.engine.request import Request, StepOutput, StepStats
 from worker.engine.scheduler import SchedulerStats
 
 
@@ -67,7 +67,7 @@ class EngineLike(Protocol):
         ...
 
     @property
-    def last_step(self) -> StepSample | None:
+    def last_step(self) -> StepStats | None:
         """The last step that computed anything."""
         ...
 

@@ -13,7 +13,7 @@ import structlog
 
 from producer.errors import HeadraceError
 from producer.keys import TIERS, Tier
-from worker.engine.request import Request, StepOutput, StepSample
+from worker.engine.request import Request, StepOutput, StepStats
 from worker.engine.scheduler import SchedulerStats
 from worker.engine_api import EngineLike
 from worker.guard import Guard
@@ -33,7 +33,7 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class Swap:
+class Replacement:
     """Another engine that is to take over. Once ``done`` is set it has, or ``failure`` says why it could not be made.
 
     The error itself is not kept: its traceback holds what has been loaded of the model.
@@ -45,7 +45,7 @@ class Swap:
 
 
 Emit = Callable[[list[StepOutput] | Refusal], None]
-OnStep = Callable[[StepSample, SchedulerStats], None]
+OnStep = Callable[[StepStats, SchedulerStats], None]
 
 
 class EngineLoop:
@@ -70,7 +70,7 @@ class EngineLoop:
         self._turned = threading.Condition()
         self._inbox: list[Sequence[Request] | str] = []  # arrivals, and ids to abort, in the order they were given
         self._room: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-        self._swap: Swap | None = None
+        self._replacement: Replacement | None = None
         self._stopping = False
         self._thread = guard.thread("engine", self._run)
 
@@ -129,12 +129,12 @@ class EngineLoop:
             waiting = [request.tier for item in self._inbox if not isinstance(item, str) for request in item]
             return {tier: max(0, self._room[tier] - waiting.count(tier)) for tier in TIERS}
 
-    def replace(self, load: Callable[[], EngineLike]) -> Swap:
+    def replace(self, load: Callable[[], EngineLike]) -> Replacement:
         """Have the thread load another engine, once the present one has no work, and go on with that."""
         with self._turned:
-            self._swap = swap = Swap(load)
+            self._replacement = replacement = Replacement(load)
             self._turned.notify_all()
-        return swap
+        return replacement
 
     def await_turn(self, after: int, timeout_s: float) -> None:
         """Wait until the loop has turned, which is when room appears, more often than the ``after`` times that `num_turns` said."""
@@ -147,7 +147,7 @@ class EngineLoop:
             self._publish_stats(self._engine)
             self._ready.set()
             while self._turn(self._engine):
-                self._swap_engine()
+                self._replace_engine()
         except BaseException as error:
             self.progress.fail(f"{type(error).__name__}: {error}")
             raise
@@ -178,28 +178,28 @@ class EngineLoop:
             self._on_step(engine.last_step, self.stats)
         return True
 
-    def _swap_engine(self) -> None:
+    def _replace_engine(self) -> None:
         """Put another engine in the place of ours, where that was asked for; where it cannot be made ours stays.
 
         Ours lends the memory of its KV cache for that time. The one that serves from then on makes its cache when the other is gone.
         """
-        swap = self._swap
-        if swap is None or self.engine.has_work():
+        replacement = self._replacement
+        if replacement is None or self.engine.has_work():
             return
-        self._swap = None
+        self._replacement = None
         self.engine.release_cache()
         try:
-            self._engine = swap.load()
+            self._engine = replacement.load()
         except Exception as error:  # whatever is wrong with the new model, the old one can serve
-            swap.failure = reason_of(error)
+            replacement.failure = reason_of(error)
         gc.collect()  # a model holds itself in cycles, and its memory is wanted
         self.engine.restore_cache()
         self._publish_stats(self.engine)
-        swap.done.set()
+        replacement.done.set()
 
     def _take(self, *, wait: bool) -> list[Sequence[Request] | str]:
         with self._turned:
-            if wait and not (self._inbox or self._stopping or self._swap):
+            if wait and not (self._inbox or self._stopping or self._replacement):
                 self._turned.wait(IDLE_S)
             taken, self._inbox = self._inbox, []
             for item in taken:  # until the engine has counted them itself

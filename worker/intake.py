@@ -313,7 +313,7 @@ class Intake:
         with self._registry.lock:  # an order to end it comes before or after both
             if self._registry.activate(active, outputs):
                 self._loop.add(requests)
-        self._metrics.tokens(active.tier, prompt=outputs.gather.num_prompt_tokens)
+        self._metrics.tokens(active.tier, prompt=outputs.collector.num_prompt_tokens)
         if outputs.num_resumed:
             self._metrics.resumed(outputs.num_resumed)
             log.info("request resumed", id=active.id, attempt=active.delivery.attempt, tokens=outputs.num_resumed)

@@ -28,7 +28,7 @@ from producer import __version__
 from producer.errors import BY_CODE, CLIENTS_OWN
 from producer.keys import TIERS, Tier
 from producer.wire import FinishReason
-from worker.engine.request import StepSample
+from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
 from worker.engine.step_clock import PHASES
 
@@ -104,7 +104,7 @@ class Distribution(Collector):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSample:
+class RequestStats:
     """What is known of one request at its end; a time it never reached is None.
 
     Attributes:
@@ -255,7 +255,7 @@ class WorkerMetrics:
         _count(self._preemptions["recompute"], before.recompute_preemptions, stats.recompute_preemptions)
         _count(self._preemptions["swap"], before.swap_preemptions, stats.swap_preemptions)
 
-    def step(self, step: StepSample) -> None:
+    def step(self, step: StepStats) -> None:
         """Count one step, and the time before it in which the device did nothing though requests waited."""
         self._busy.inc(step.seconds)
         self._idle.inc(step.idle_seconds)
@@ -278,7 +278,7 @@ class WorkerMetrics:
         """``count`` requests got their next token ``seconds`` after the one before."""
         self._itl[tier].observe(seconds, count)
 
-    def request_finished(self, request: RequestSample) -> None:
+    def request_finished(self, request: RequestStats) -> None:
         """Count one request that got its final reply."""
         tier = request.tier
         if request.finish_reason is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from producer.wire import Chunk
-from worker.engine.gather import Gather, ending_of
+from worker.engine.output_collector import OutputCollector, ending_of
 from worker.engine.request import Request, StepOutput
 from worker.engine_api import Detokenizer
 from worker.transcript import Transcript
@@ -39,12 +39,12 @@ class Outputs:
 
     def __init__(self, request_id: str, requests: Sequence[Request], make_detokenizer: Callable[[Request], Detokenizer]) -> None:
         self.num_resumed = 0
-        self.gather = Gather(request_id, requests)
+        self.collector = OutputCollector(request_id, requests)
         self._outputs = {request: Output(_transcript(request, make_detokenizer)) for request in requests}
 
     @property
     def requests(self) -> list[Request]:
-        return self.gather.requests
+        return self.collector.requests
 
     @property
     def single(self) -> bool:
@@ -82,9 +82,9 @@ class Outputs:
         stopped_by = transcript.push(step.token_ids, step.logprobs, finished=step.finished)
         ended = step.error_code is None and (step.finished or stopped_by is not None)
         if ended:
-            index = self.gather.index(step.request)
+            index = self.collector.index(step.request)
             ending = ending_of(step, index, transcript.text, transcript.token_ids, transcript.logprobs, stopped_by)
-            self.gather.put(step.request, ending)
+            self.collector.put(step.request, ending)
         return ended
 
 

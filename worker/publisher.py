@@ -16,7 +16,7 @@ import structlog
 from producer.errors import Cancelled, HeadraceError, InternalError, error_from_code
 from producer.wire import Result
 from worker.core import Core
-from worker.ending import log_end, result_of, sample_of
+from worker.ending import log_end, result_of, stats_of
 from worker.engine.request import StepOutput
 from worker.engine_loop import Refusal
 from worker.guard import described
@@ -168,7 +168,7 @@ class Publisher:
     def _take(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
         outputs = active.outputs
         assert outputs is not None, "it is in the engine"
-        if outputs.gather.has(output.request):  # stopped by a string, and aborted since
+        if outputs.collector.has(output.request):  # stopped by a string, and aborted since
             return
         self._time(active, outputs.of(output.request), len(output.token_ids), now_s)
         ended = outputs.push(output)
@@ -178,7 +178,7 @@ class Publisher:
             return
         if ended and not output.finished:
             self._loop.abort(output.request.id)
-        if outputs.gather.complete:
+        if outputs.collector.complete:
             self._conclude(active, result_of(active, worker=self._config.name, model=self._loop.engine.model_name))
         elif outputs.single:
             self._replies.publish(active)
@@ -223,7 +223,7 @@ class Publisher:
             self._metrics.lease_lost()
         elif outcome == "written":
             self.requests_done += 1
-            self._metrics.request_finished(sample_of(active))
+            self._metrics.request_finished(stats_of(active))
             self._note_error(active)
         self._tell_end(active, outcome)
 

@@ -24,7 +24,7 @@ from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.device_memory import device_bytes
 from worker.engine.config import EngineConfig
-from worker.engine.request import StepSample
+from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
 from worker.engine_api import EngineLike
 from worker.health import Finding, HealthServer
@@ -126,7 +126,7 @@ class StepLog:
         with file:
             yield cls(file)
 
-    def write(self, step: StepSample, stats: SchedulerStats) -> None:
+    def write(self, step: StepStats, stats: SchedulerStats) -> None:
         if self._ended:
             return
         try:
@@ -135,7 +135,7 @@ class StepLog:
             self._ended = True
             log.error("step log ended", error=type(error).__name__, detail=str(error))
 
-    def _line(self, step: StepSample, stats: SchedulerStats) -> bytes:
+    def _line(self, step: StepStats, stats: SchedulerStats) -> bytes:
         line = {
             "time_s": round(time.time(), 4),
             "step_ms": round(1000 * step.seconds, 3),

@@ -136,7 +136,7 @@ def _asked(active: ActiveRequest) -> dict[str, Any]:
     if outputs is None:
         return {}
     request, params = outputs.requests[0], outputs.requests[0].params
-    num_prompt_tokens = outputs.gather.num_prompt_tokens
+    num_prompt_tokens = outputs.collector.num_prompt_tokens
     return {
         "gen_ai.operation.name": _OPERATIONS[request.kind],
         "gen_ai.request.max_tokens": params.max_tokens,

@@ -20,7 +20,7 @@ from producer.connection import connect, redact
 from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.core import Core
-from worker.engine.request import StepSample
+from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
 from worker.engine_loop import EngineLoop, OnStep
 from worker.guard import Guard, described
@@ -162,7 +162,7 @@ class Worker:
         self._metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
         log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **engine.kernels)
 
-    def _count_step(self, step: StepSample, stats: SchedulerStats) -> None:
+    def _count_step(self, step: StepStats, stats: SchedulerStats) -> None:
         self._metrics.step(step)
         if self._on_step is not None:
             self._on_step(step, stats)

@@ -22,7 +22,7 @@ def exhaustion() -> Exhaustion:
     """Of a device that has had memory for many tokens of a short context, and for one token of a long one."""
     exhaustion = Exhaustion()
     for done in (plan(MANY, MANY), plan(1, LONG), plan(1, LONG // 2)):
-        exhaustion.over(done)
+        exhaustion.succeeded(done)
     return exhaustion
 
 
@@ -45,7 +45,7 @@ def test_what_lies_within_a_step_that_succeeded_does(exhaustion: Exhaustion, num
 def test_a_success_or_another_fault_ends_the_row(exhaustion: Exhaustion) -> None:
     for _ in range(EXHAUSTED_AFTER - 1):
         exhaustion.hit(plan(1, 1), OUT_OF_MEMORY)
-    exhaustion.over(plan(1, 1))
+    exhaustion.succeeded(plan(1, 1))
     for _ in range(EXHAUSTED_AFTER - 1):
         exhaustion.hit(plan(1, 1), OUT_OF_MEMORY)
     exhaustion.hit(plan(1, 1), ValueError())

@@ -1,4 +1,4 @@
-"""The fair queue against a plain list, through any use: waiters of equal places, cancelled ones, sources that come and go."""
+"""The fair queue against a plain list, through any use: waiters of equal sort keys, cancelled ones, sources that come and go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.engine.request import RequestStatus
 @dataclass(eq=False)
 class Item:
     source: str
-    place: tuple[float, int, int]
+    sort_key: tuple[float, int, int]
     status: RequestStatus = RequestStatus.WAITING
 
 
@@ -27,11 +27,11 @@ class Use(RuleBasedStateMachine):
         self.queue: FairQueue[Item] = FairQueue({"a": 2.0})
         self.waiting: dict[Item, SourceAccount[Item]] = {}  # in the order of `push`
 
-    @rule(source=st.sampled_from("abc"), place=st.integers(0, 2), lift=st.booleans())
-    def push(self, source: str, place: int, lift: bool) -> None:
+    @rule(source=st.sampled_from("abc"), deadline=st.integers(0, 2), lift=st.booleans())
+    def push(self, source: str, deadline: int, lift: bool) -> None:
         least_served = min((account.served for account in self.waiting.values()), default=0.0)
         comes_back = all(item.source != source for item in self.waiting)
-        item = Item(source, (float(place), 0, 0))
+        item = Item(source, (float(deadline), 0, 0))
         account = self.waiting[item] = self.queue.push(item, lift=lift)
         assert not (lift and comes_back) or account.served >= least_served, "it has saved up"
 
@@ -58,7 +58,7 @@ class Use(RuleBasedStateMachine):
         assert (first is None) == (not self.waiting)
         if first is not None:
             assert self.waiting[first].served == min(account.served for account in self.waiting.values())
-            assert first is min((item for item in self.waiting if item.source == first.source), key=lambda item: item.place)
+            assert first is min((item for item in self.waiting if item.source == first.source), key=lambda item: item.sort_key)
 
     @rule()
     def take_all(self) -> None:

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from producer.errors import ContextLengthExceeded, InvalidRequest
 from producer.sampling import SamplingParams
 from producer.wire import Choice, GenerateRequest, Usage
-from worker.engine.gather import Gather
 from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import local_model_path
+from worker.engine.output_collector import OutputCollector
 
 LIMITS = ModelLimits(max_model_len=512, vocab_size=49152, eos_token_ids=frozenset({2}))
 
@@ -225,10 +225,12 @@ def choice(index: int, token_ids: list[int]) -> Choice:
 
 def test_children_make_one_reply(inputs: InputProcessor) -> None:
     children = inputs.prepare_all(wanted(n=2))
-    gather = Gather("r", children)
-    assert not gather.put(children[1], choice(1, [7, 8]))
-    assert gather.put(children[0], choice(0, [9]))
-    result = gather.result(worker="w")
+    collector = OutputCollector("r", children)
+    collector.put(children[1], choice(1, [7, 8]))
+    assert not collector.complete
+    collector.put(children[0], choice(0, [9]))
+    assert collector.complete
+    result = collector.result(worker="w")
     assert (result.id, result.text, result.token_ids, result.finish_reason, result.worker) == ("r", "text 0", [9], "length", "w")
     assert result.choices == [choice(0, [9]), choice(1, [7, 8])]
     assert result.usage == Usage(children[0].num_prompt_tokens, 3)
@@ -236,15 +238,17 @@ def test_children_make_one_reply(inputs: InputProcessor) -> None:
 
 def test_scores_and_embeddings_make_replies_too(inputs: InputProcessor) -> None:
     children = inputs.prepare_all(wanted(prompt_token_ids=[5, 6], kind="score", continuations=[" yes", " no way"]))
-    gather = Gather("r", children)
-    gather.put(children[0], -1.5)
-    assert gather.put(children[1], -2.5)
-    assert gather.result().scores == [-1.5, -2.5]
-    assert gather.result().usage == Usage(2, 3)
+    collector = OutputCollector("r", children)
+    collector.put(children[0], -1.5)
+    collector.put(children[1], -2.5)
+    assert collector.complete
+    assert collector.result().scores == [-1.5, -2.5]
+    assert collector.result().usage == Usage(2, 3)
     (single,) = inputs.prepare_all(wanted(kind="embed"))
-    gather = Gather("r", [single])
-    assert gather.put(single, [0.6, 0.8])
-    assert gather.result().embedding == [0.6, 0.8]
+    collector = OutputCollector("r", [single])
+    collector.put(single, [0.6, 0.8])
+    assert collector.complete
+    assert collector.result().embedding == [0.6, 0.8]
 
 
 # Threads

@@ -12,9 +12,9 @@ from prometheus_client.registry import CollectorRegistry
 
 import producer
 from producer.keys import Tier
-from worker.engine.request import StepSample
+from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
-from worker.metrics import FAILURE_CODES, RequestSample, Series, WorkerMetrics
+from worker.metrics import FAILURE_CODES, RequestStats, Series, WorkerMetrics
 
 NOBODY: dict[Tier, int] = {"realtime": 0, "batch": 0}
 VLLM_NAMES = (
@@ -65,7 +65,7 @@ def test_every_series_but_the_info_names_its_worker_and_starts_at_zero(metrics: 
 
 def test_text_exposition_is_parsed_back_with_the_values_that_went_in(metrics: WorkerMetrics) -> None:
     metrics.serving("SmolLM2", "cpu", "bfloat16")
-    metrics.step(StepSample(seconds=0.04, idle_seconds=0.01, batch_size=3, num_tokens=40))
+    metrics.step(StepStats(seconds=0.04, idle_seconds=0.01, batch_size=3, num_tokens=40))
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())}
     (info,) = families["headrace:worker_info"].samples
     assert (info.labels["model_name"], info.labels["device"], info.labels["dtype"], info.value) == ("SmolLM2", "cpu", "bfloat16", 1)
@@ -96,7 +96,7 @@ def test_weighted_observations_give_what_prometheus_own_histogram_gives_one_by_o
 
 def test_a_step_is_counted_with_its_parts_and_the_idle_time_before_it(metrics: WorkerMetrics) -> None:
     for _ in range(2):
-        metrics.step(StepSample(0.03, 0.01, batch_size=12, num_tokens=100, phase_seconds={"model": 0.02, "sample": 0.005}))
+        metrics.step(StepStats(0.03, 0.01, batch_size=12, num_tokens=100, phase_seconds={"model": 0.02, "sample": 0.005}))
     assert value(metrics, "engine_busy_seconds_total") == pytest.approx(0.06)
     assert value(metrics, "engine_idle_seconds_total") == pytest.approx(0.02)
     assert value(metrics, "step_time_seconds_count") == 2
@@ -129,8 +129,8 @@ def test_scheduler_state_is_shown_by_tier_and_blocks_as_a_share(metrics: WorkerM
 
 
 def test_success_is_counted_by_finish_reason_and_failure_by_code(metrics: WorkerMetrics) -> None:
-    metrics.request_finished(RequestSample(tier="realtime", finish_reason="length", e2e_seconds=2.0, queue_seconds=0.1))
-    metrics.request_finished(RequestSample(tier="batch", error_code="DEADLINE_EXCEEDED"))
+    metrics.request_finished(RequestStats(tier="realtime", finish_reason="length", e2e_seconds=2.0, queue_seconds=0.1))
+    metrics.request_finished(RequestStats(tier="batch", error_code="DEADLINE_EXCEEDED"))
     assert value(metrics, "request_success_total", tier="realtime", finished_reason="length") == 1
     assert value(metrics, "request_failure_total", tier="batch", code="DEADLINE_EXCEEDED") == 1
     assert value(metrics, "e2e_request_latency_seconds_count", tier="realtime") == 1
@@ -140,8 +140,8 @@ def test_success_is_counted_by_finish_reason_and_failure_by_code(metrics: Worker
 def test_sources_and_codes_that_nobody_listed_make_no_series(metrics: WorkerMetrics) -> None:
     before = len(list(metrics.registry.collect())), len(generate_latest(metrics.registry).splitlines())
     for i in range(100):
-        metrics.request_finished(RequestSample(tier="batch", source=f"user-{i}", error_code=f"CODE_{i}", generation_tokens=2))
-    metrics.request_finished(RequestSample(tier="batch", source="search", finish_reason="stop", generation_tokens=5))
+        metrics.request_finished(RequestStats(tier="batch", source=f"user-{i}", error_code=f"CODE_{i}", generation_tokens=2))
+    metrics.request_finished(RequestStats(tier="batch", source="search", finish_reason="stop", generation_tokens=5))
     assert (len(list(metrics.registry.collect())), len(generate_latest(metrics.registry).splitlines())) == before
     assert value(metrics, "source_requests_total", source="other") == 100
     assert value(metrics, "source_generation_tokens_total", source="other") == 200

@@ -137,7 +137,7 @@ def test_the_queue_counts_and_orders_under_any_use(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["push", "push", "pop", "finish"]))
         if action == "push":
             request = make_request(4, 1, source=data.draw(st.sampled_from("ab")), arrival=data.draw(st.integers(1, 9)))
-            request.place = (data.draw(st.sampled_from([1.0, 2.0])), request.arrival, int(request.id[1:]))
+            request.sort_key = (data.draw(st.sampled_from([1.0, 2.0])), request.arrival, int(request.id[1:]))
             request.max_blocks = 3
             if data.draw(st.booleans()):
                 request.status = RequestStatus.PREEMPTED
@@ -149,7 +149,7 @@ def test_the_queue_counts_and_orders_under_any_use(data: st.DataObject) -> None:
             rivals = [
                 r for r in waiting if r.status is request.status and (r.source == request.source or r.status is not RequestStatus.WAITING)
             ]
-            assert all(request.place <= r.place for r in rivals)
+            assert all(request.sort_key <= r.sort_key for r in rivals)
             assert request.status is RequestStatus.PREEMPTED or all(r.status is RequestStatus.WAITING for r in waiting)
         elif waiting:
             request = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))

@@ -92,7 +92,7 @@ class World:
 
     def drain(self) -> None:
         """With no more arrivals, all finishes within a bounded number of steps."""
-        self.sim.run(50 + 3 * sum(r.max_total_tokens for r in self.sim.live))
+        self.sim.run(50 + 3 * sum(r.max_kv_tokens for r in self.sim.live))
         for tier in TIERS:
             self.check_room(tier)
         stats = self.sim.scheduler.stats()

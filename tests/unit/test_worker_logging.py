@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from worker.engine.request import StepSample
+from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
 from worker.service import StepLog
 
@@ -40,7 +40,7 @@ def test_every_line_is_json_a_librarys_too() -> None:
     assert all("timestamp" in line for line in lines)
 
 
-STEP = StepSample(0.0125, 0.001, 3, 70, {"model": 0.0115, "sample": 0.001})
+STEP = StepStats(0.0125, 0.001, 3, 70, {"model": 0.0115, "sample": 0.001})
 
 
 def test_step_log_has_a_line_a_step_at_once(tmp_path: Path) -> None:

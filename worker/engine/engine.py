@@ -26,7 +26,7 @@ from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import LoadedModel, check_tokenizer, load_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.offline import run_to_end
-from worker.engine.request import Request, RequestStatus, Sampled, ScheduledChunk, StepOutput, StepPlan, StepSample
+from worker.engine.request import Request, RequestStatus, Sampled, ScheduledChunk, StepOutput, StepPlan, StepStats
 from worker.engine.run_ahead import PendingStep, RunAhead
 from worker.engine.scheduler import Scheduler, SchedulerStats
 from worker.engine.siblings import Siblings
@@ -48,7 +48,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
-        self.last_step: StepSample | None = None
+        self.last_step: StepStats | None = None
         self._loaded = loaded or load_model(config)
         self._runner = ModelRunner(self._loaded, config)
         self._clock = self._runner.clock
@@ -287,7 +287,7 @@ class Engine:
             self._collect()
 
     def _update_all(self, plan: StepPlan, results: Sequence[Sampled | None]) -> list[StepOutput]:
-        self._exhaustion.over(plan)
+        self._exhaustion.succeeded(plan)
         return [output for chunk, sampled in zip(plan.chunks, results, strict=True) if (output := self._update(chunk, sampled))]
 
     def _isolate(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
@@ -344,7 +344,7 @@ class Engine:
 
     def _note(self, plan: StepPlan, seconds: float, idle_s: float) -> None:
         self._clock.lap("update")
-        self.last_step = StepSample(seconds, idle_s, len(plan.chunks), plan.num_tokens, self._clock.take())
+        self.last_step = StepStats(seconds, idle_s, len(plan.chunks), plan.num_tokens, self._clock.take())
         self._scheduler.pace.observe(plan, seconds + idle_s)
 
 

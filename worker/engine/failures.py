@@ -47,7 +47,7 @@ class Exhaustion:
         self._num_in_a_row = 0
         self._largest = [_Size(probe.TOKENS, probe.TOKENS)]  # that succeeded, none within another; the model computed this one at load
 
-    def over(self, plan: StepPlan) -> None:
+    def succeeded(self, plan: StepPlan) -> None:
         """A step succeeded."""
         self._num_in_a_row = 0
         size = _Size.of(plan)

@@ -26,12 +26,12 @@ _COMPACT_ABOVE = 64
 
 
 class Waiter(Protocol):
-    """What waits: its source, its place among those of the same source, and whether it waits still."""
+    """What waits: its source, its order among those of the same source, and whether it waits still."""
 
     @property
     def source(self) -> str: ...
     @property
-    def place(self) -> tuple[float, int, int]: ...
+    def sort_key(self) -> tuple[float, int, int]: ...
     @property
     def status(self) -> RequestStatus: ...
 
@@ -39,8 +39,8 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
-class PlaceHeap(Generic[W]):
-    """Waiters in the order of their places, those of equal places as they came.
+class WaiterHeap(Generic[W]):
+    """Waiters in the order of their sort keys, those of equal keys as they came.
 
     One that finishes is skipped when its turn comes (lazy deletion).
     """
@@ -54,7 +54,7 @@ class PlaceHeap(Generic[W]):
         return len(self._entries) - self._num_dead
 
     def push(self, request: W) -> None:
-        heapq.heappush(self._entries, (request.place, next(self._tie_break), request))
+        heapq.heappush(self._entries, (request.sort_key, next(self._tie_break), request))
 
     def peek(self) -> W | None:
         """The first one; None where there is none."""
@@ -89,7 +89,7 @@ class SourceAccount(Generic[W]):
         self.prompt_cost = PROMPT_TOKEN_COST / weight
         self.output_cost = OUTPUT_TOKEN_COST / weight
         self.served = 0.0
-        self.waiting: PlaceHeap[W] = PlaceHeap()
+        self.waiting: WaiterHeap[W] = WaiterHeap()
         self.active = False  # among those that `FairQueue` chooses from
 
 

@@ -76,7 +76,7 @@ class InputProcessor:
         """All engine requests that a wire request becomes: ``n`` outputs, or one a continuation; else one.
 
         A single one has the wire request's id, several have ``<id>#0``, ``<id>#1`` and so on, in the order of the reply.
-        `gather.Gather` makes one reply of them. Raises as `prepare`.
+        `output_collector.OutputCollector` makes one reply of them. Raises as `prepare`.
         """
         try:
             return self._prepare_all(wire_request)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from producer.errors import error_from_code
 from producer.wire import GenerateRequest, Result, Timings, TokenLogprob
 from worker.engine.detokenizer import Detokenizer
-from worker.engine.gather import Ending, Gather, ending_of
+from worker.engine.output_collector import Ending, OutputCollector, ending_of
 from worker.engine.request import Request, StepOutput
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run_to_end(engine: Engine, wire_requests: Sequence[GenerateRequest]) -> list
     owners = {part.request.id: (run, part) for run in runs for part in run.parts}
     try:
         for run in runs:
-            engine.add_all(run.gather.requests)
+            engine.add_all(run.collector.requests)
         while engine.has_work():
             for output in engine.step():
                 run, part = owners[output.request.id]
@@ -48,7 +48,7 @@ class _Run:
 
     def __init__(self, engine: Engine, wire_request: GenerateRequest) -> None:
         requests = engine.inputs.prepare_all(wire_request)
-        self.gather = Gather(wire_request.id, requests)
+        self.collector = OutputCollector(wire_request.id, requests)
         self.parts = [_Part(request, engine.make_detokenizer(request), i) for i, request in enumerate(requests)]
         self._start_s = time.monotonic()
         self._first_s: float | None = None
@@ -56,18 +56,18 @@ class _Run:
 
     def take(self, part: _Part, output: StepOutput) -> None:
         if output.error_code is not None:
-            raise error_from_code(output.error_code, output.error_message, request_id=self.gather.request_id)
+            raise error_from_code(output.error_code, output.error_message, request_id=self.collector.request_id)
         now_s = time.monotonic()
         self._first_s = self._first_s or now_s
         ending = part.take(output)
         if ending is not None:
-            self.gather.put(part.request, ending)
+            self.collector.put(part.request, ending)
             self._end_s = now_s
 
     def result(self, model: str) -> Result:
         ttft_s = (self._first_s or self._end_s) - self._start_s
         timings = Timings(ttft_ms=1000 * ttft_s, total_ms=1000 * (self._end_s - self._start_s))
-        return self.gather.result(timings=timings, model=model)
+        return self.collector.result(timings=timings, model=model)
 
 
 class _Part:

@@ -130,4 +130,4 @@ class Pace:
 
 def _number(request: Request) -> int:
     """The order in which requests were added."""
-    return request.place[2]
+    return request.sort_key[2]

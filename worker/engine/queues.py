@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from producer.keys import Tier
-from worker.engine.fairness import FairQueue, PlaceHeap
+from worker.engine.fairness import FairQueue, WaiterHeap
 from worker.engine.request import Request, RequestStatus
 
 
@@ -17,7 +17,7 @@ class WaitingQueue:
     """
 
     def __init__(self, source_weights: Mapping[str, float]) -> None:
-        self._returning: PlaceHeap[Request] = PlaceHeap()
+        self._returning: WaiterHeap[Request] = WaiterHeap()
         self._new: FairQueue[Request] = FairQueue(source_weights)
         self._num_new = 0
         self.num_blocks = 0  # that the waiting requests will need at most

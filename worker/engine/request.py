@@ -59,8 +59,8 @@ class Request:
         pooled: kind ``embed``: the running pool of hidden states, the model runner's own.
         grammar: the state of a structured output, the sampler's own.
         token_counts: what the penalties count, the sampler's own.
-        place: order within its tier: deadline, arrival, order of `Scheduler.add`. This and what follows are the scheduler's own.
-        max_blocks: blocks that ``max_total_tokens`` take.
+        sort_key: order within its tier: deadline, arrival, order of `Scheduler.add`. This and what follows are the scheduler's own.
+        max_blocks: blocks that ``max_kv_tokens`` take.
         guaranteed: promised all of its blocks, so never preempted; the others run at best effort.
         block_keys: prefix key of each full block, as far as known.
         num_indexed_blocks: how many leading blocks the prefix index knows; ``prefix_node`` names them there.
@@ -92,7 +92,7 @@ class Request:
     pooled: Any = None
     grammar: Any = None
     token_counts: Any = None
-    place: tuple[float, int, int] = (math.inf, 0, 0)
+    sort_key: tuple[float, int, int] = (math.inf, 0, 0)
     max_blocks: int = 0
     guaranteed: bool = False
     block_keys: list[bytes] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def max_total_tokens(self) -> int:
+    def max_kv_tokens(self) -> int:
         """Positions it can ever need in the KV cache (the last sampled token is never computed)."""
         return len(self.prompt_token_ids) + max(self.max_tokens, 1) - 1
 
@@ -218,7 +218,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSample:
+class StepStats:
     """One step in figures.
 
     Attributes:

@@ -51,8 +51,8 @@ class RunningSet:
 
 
 def _arrival(request: Request) -> tuple[int, int]:
-    return request.place[1:]
+    return request.sort_key[1:]
 
 
 def _susceptibility(request: Request) -> tuple[bool, int, int]:
-    return (request.num_preemptions < MAX_PREEMPTIONS, *request.place[1:])
+    return (request.num_preemptions < MAX_PREEMPTIONS, *request.sort_key[1:])

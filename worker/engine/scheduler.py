@@ -130,8 +130,8 @@ class Scheduler:
         if not len(self._queues):
             self._filling_since_s = self._clock()
         self._num_added += 1
-        request.place = (math.inf if request.deadline_at_s is None else request.deadline_at_s, request.arrival, self._num_added)
-        request.max_blocks = self._blocks.blocks_for(request.max_total_tokens)
+        request.sort_key = (math.inf if request.deadline_at_s is None else request.deadline_at_s, request.arrival, self._num_added)
+        request.max_blocks = self._blocks.blocks_for(request.max_kv_tokens)
         self._queues.of(request).push(request)
         self._admission.note_arrival(request)
 
@@ -140,7 +140,7 @@ class Scheduler:
         capacity = self._blocks.pool.num_blocks * self._block_size
         for needed, limit, what in (
             (request.num_prompt_tokens + request.max_tokens, self.max_model_len, "context"),
-            (request.max_total_tokens, capacity, "KV cache"),
+            (request.max_kv_tokens, capacity, "KV cache"),
         ):
             if needed > limit:
                 message = (

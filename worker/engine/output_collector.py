@@ -11,7 +11,7 @@ from worker.engine.request import Request, StepOutput
 Ending = Choice | float | list[float]  # of kind generate, score, embed
 
 
-class Gather:
+class OutputCollector:
     """Collects how the engine requests of one wire request ended, until all have.
 
     Args:
@@ -39,11 +39,10 @@ class Gather:
         """Whether one has ended."""
         return request.id in self._endings
 
-    def put(self, request: Request, ending: Ending) -> bool:
-        """Note how one ended: its `Choice`, its score, or its embedding. Returns whether it was the last."""
+    def put(self, request: Request, ending: Ending) -> None:
+        """Note how one ended: its `Choice`, its score, or its embedding."""
         assert request in self.requests, f"{request.id} is no part of {self.request_id}"
         self._endings[request.id] = ending
-        return self.complete
 
     def index(self, request: Request) -> int:
         """The place of a request's output in the reply."""
