@@ -54,7 +54,7 @@ def encode_request(request: GenerateRequest, encoding: Encoding = "msgpack") -> 
     entry: Fields = {name: value for name, value in plain.items() if value is not None and value != ""}
     body = encode_body(_request_body(request), encoding)
     if len(body) > MAX_BODY_BYTES:
-        raise validate.fail("body", f"at most {MAX_BODY_BYTES} bytes (got {len(body)})")
+        raise validate.invalid("body", f"at most {MAX_BODY_BYTES} bytes (got {len(body)})")
     entry[encoding] = body
     return entry
 
@@ -67,7 +67,7 @@ def decode_request(entry: Mapping[bytes, bytes], tier: Tier) -> GenerateRequest:
     """
     version = _plain_integer(entry, b"v")
     if version not in (None, PROTOCOL_VERSION):
-        raise validate.fail("v", f"{PROTOCOL_VERSION}, the only supported protocol version (got {version})")
+        raise validate.invalid("v", f"{PROTOCOL_VERSION}, the only supported protocol version (got {version})")
     request_id = check_name("id", _plain_text(entry, b"id", 128) or None)
     body = _decode_request_body(entry)
     return GenerateRequest(
@@ -118,11 +118,11 @@ def decode_body(body: bytes, encoding: Encoding) -> dict[str, Any]:
     try:
         value = parse(body)
     except (RecursionError, msgpack.StackError):
-        raise validate.fail(encoding, "less deeply nested") from None
+        raise validate.invalid(encoding, "less deeply nested") from None
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException):  # UnicodeError and JSONDecodeError are ValueErrors
-        raise validate.fail(encoding, f"one {encoding} map with string keys and finite numbers") from None
+        raise validate.invalid(encoding, f"one {encoding} map with string keys and finite numbers") from None
     if not isinstance(value, dict):
-        raise validate.fail(encoding, f"a map, not {type(value).__name__}")
+        raise validate.invalid(encoding, f"a map, not {type(value).__name__}")
     return value
 
 
@@ -263,11 +263,11 @@ def _request_body(request: GenerateRequest) -> dict[str, Any]:
 def _decode_request_body(entry: Mapping[bytes, bytes]) -> dict[str, Any]:
     present = [encoding for encoding in ENCODINGS if encoding.encode() in entry]
     if len(present) != 1:
-        raise validate.fail("body", f"exactly one of the fields msgpack and json (got {'both' if present else 'neither'})")
+        raise validate.invalid("body", f"exactly one of the fields msgpack and json (got {'both' if present else 'neither'})")
     encoding = present[0]
     body = entry[encoding.encode()]
     if len(body) > MAX_BODY_BYTES:  # a reply's has no such limit: the request's own bound it
-        raise validate.fail(encoding, f"at most {MAX_BODY_BYTES} bytes (got {len(body)})")
+        raise validate.invalid(encoding, f"at most {MAX_BODY_BYTES} bytes (got {len(body)})")
     return decode_body(body, encoding)
 
 
@@ -276,7 +276,7 @@ def _plain_text(entry: Mapping[bytes, bytes], name: bytes, max_bytes: int) -> st
     try:
         return validate.text(name.decode(), value.decode(), max_bytes, allow_empty=True)
     except UnicodeDecodeError:
-        raise validate.fail(name.decode(), "valid UTF-8") from None
+        raise validate.invalid(name.decode(), "valid UTF-8") from None
 
 
 def _plain_integer(entry: Mapping[bytes, bytes], name: bytes) -> int | None:
@@ -284,7 +284,7 @@ def _plain_integer(entry: Mapping[bytes, bytes], name: bytes) -> int | None:
     if value is None:
         return None
     if not (value.isdigit() and len(value) <= 19):
-        raise validate.fail(name.decode(), "a decimal integer of at most 19 digits")
+        raise validate.invalid(name.decode(), "a decimal integer of at most 19 digits")
     return validate.integer(name.decode(), int(value))
 
 

@@ -56,7 +56,7 @@ class ClientCore:
             ValueError: an argument is malformed (`InvalidRequest` is one).
         """
         if encoding not in ENCODINGS:
-            raise validate.fail("encoding", f"one of {', '.join(ENCODINGS)}")
+            raise validate.invalid("encoding", f"one of {', '.join(ENCODINGS)}")
         self.queue = queue
         self.keys = Keys(queue)
         self._url = url

@@ -106,7 +106,7 @@ def build(prompt: str | None, options: Mapping[str, Any]) -> Wanted:
     given = {name: value for name, value in options.items() if value is not None}
     deadline_s = given.pop("deadline_s", None)
     if deadline_s is not None and validate.number("deadline_s", deadline_s, 0.0, MAX_DEADLINE_S) == 0.0:
-        raise validate.fail("deadline_s", "greater than 0")
+        raise validate.invalid("deadline_s", "greater than 0")
     durable = validate.boolean("durable", given.pop("durable", False))
     request_fields = {name: given.pop(name) for name in _REQUEST_FIELDS & given.keys()}
     generated_id = "id" not in request_fields
@@ -142,7 +142,7 @@ def _params(given: dict[str, Any]) -> SamplingParams:
     if params is None:
         return SamplingParams.from_keywords(given)
     if not isinstance(params, SamplingParams):
-        raise validate.fail("params", f"SamplingParams, not {type(params).__name__}")
+        raise validate.invalid("params", f"SamplingParams, not {type(params).__name__}")
     if given:
         name = min(given)
         raise InvalidRequest(f"{name} is {'given beside params' if name in FIELD_NAMES else 'an unknown parameter'}", field=name)

@@ -69,11 +69,11 @@ class SamplingParams:
             validate.integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         validate.integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise validate.fail("min_tokens", "at most max_tokens")
+            raise validate.invalid("min_tokens", "at most max_tokens")
         put(self, "temperature", validate.number("temperature", self.temperature, 0.0, 100.0))
         put(self, "top_p", validate.number("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
-            raise validate.fail("top_p", "greater than 0")
+            raise validate.invalid("top_p", "greater than 0")
         validate.integer("top_k", self.top_k, -1, MAX_TOP_K)
         put(self, "min_p", validate.number("min_p", self.min_p, 0.0, 1.0))
         put(self, "repetition_penalty", validate.number("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
@@ -90,7 +90,7 @@ class SamplingParams:
         validate.integer("n", self.n, 1, MAX_N)
         if self.response_format is not None:
             if not isinstance(self.response_format, Mapping):
-                raise validate.fail("response_format", f"an object, not {type(self.response_format).__name__}")
+                raise validate.invalid("response_format", f"an object, not {type(self.response_format).__name__}")
             validate.tree("response_format", self.response_format, MAX_SCHEMA_BYTES)
 
     @property
@@ -132,9 +132,9 @@ def _stop(value: object) -> tuple[str, ...]:
 
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise validate.fail("logit_bias", f"a map of token id to number, not {type(value).__name__}")
+        raise validate.invalid("logit_bias", f"a map of token id to number, not {type(value).__name__}")
     if len(value) > MAX_LOGIT_BIAS:
-        raise validate.fail("logit_bias", f"a map of at most {MAX_LOGIT_BIAS} items (got {len(value)})")
+        raise validate.invalid("logit_bias", f"a map of at most {MAX_LOGIT_BIAS} items (got {len(value)})")
     bias = {}
     for key, item in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key

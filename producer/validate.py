@@ -16,64 +16,64 @@ INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
 
 
-def fail(field: str, must: str) -> InvalidRequest:
-    """The error for ``field``, which must be what ``must`` says."""
-    return InvalidRequest(f"{field} must be {must}", field=field)
+def invalid(field: str, must_be: str) -> InvalidRequest:
+    """The error for ``field``, which must be what ``must_be`` says."""
+    return InvalidRequest(f"{field} must be {must_be}", field=field)
 
 
 def integer(field: str, value: object, low: int = INT64_MIN, high: int = INT64_MAX) -> int:
     """An int (bool is none) within ``low..high``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise fail(field, f"an integer, not {type(value).__name__}")
+        raise invalid(field, f"an integer, not {type(value).__name__}")
     if not low <= value <= high:
-        raise fail(field, f"between {low} and {high}")
+        raise invalid(field, f"between {low} and {high}")
     return value
 
 
 def number(field: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
     """A finite int or float within ``low..high``, as float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise fail(field, f"a number, not {type(value).__name__}")
+        raise invalid(field, f"a number, not {type(value).__name__}")
     try:
         result = float(value)
     except OverflowError:
-        raise fail(field, "a finite number") from None
+        raise invalid(field, "a finite number") from None
     if not math.isfinite(result):
-        raise fail(field, "a finite number")
+        raise invalid(field, "a finite number")
     if not low <= result <= high:
-        raise fail(field, f"between {low:g} and {high:g}")
+        raise invalid(field, f"between {low:g} and {high:g}")
     return result
 
 
 def boolean(field: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise fail(field, f"true or false, not {type(value).__name__}")
+        raise invalid(field, f"true or false, not {type(value).__name__}")
     return value
 
 
 def text(field: str, value: object, max_bytes: int, *, allow_empty: bool = False) -> str:
     """A str that UTF-8 can carry (no lone surrogates), without NUL, of at most ``max_bytes`` bytes."""
     if not isinstance(value, str):
-        raise fail(field, f"a string, not {type(value).__name__}")
+        raise invalid(field, f"a string, not {type(value).__name__}")
     if not value and not allow_empty:
-        raise fail(field, "a non-empty string")
+        raise invalid(field, "a non-empty string")
     if "\0" in value:
-        raise fail(field, "free of NUL characters")
+        raise invalid(field, "free of NUL characters")
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        raise fail(field, "valid Unicode (it holds a lone surrogate)") from None
+        raise invalid(field, "valid Unicode (it holds a lone surrogate)") from None
     if size > max_bytes:
-        raise fail(field, f"at most {max_bytes} bytes (got {size})")
+        raise invalid(field, f"at most {max_bytes} bytes (got {size})")
     return value
 
 
 def sequence(field: str, value: object, max_items: int) -> Sequence[object]:
     """A list or tuple of at most ``max_items``."""
     if not isinstance(value, list | tuple):
-        raise fail(field, f"a list, not {type(value).__name__}")
+        raise invalid(field, f"a list, not {type(value).__name__}")
     if len(value) > max_items:
-        raise fail(field, f"a list of at most {max_items} items (got {len(value)})")
+        raise invalid(field, f"a list of at most {max_items} items (got {len(value)})")
     return value
 
 
@@ -92,7 +92,7 @@ def tree(field: str, value: object, max_bytes: int) -> None:
     while stack:
         item, depth = stack.pop()
         if depth > MAX_DEPTH:
-            raise fail(field, f"at most {MAX_DEPTH} levels deep")
+            raise invalid(field, f"at most {MAX_DEPTH} levels deep")
         if isinstance(item, Mapping):
             for key in item:
                 text(f"{field} key", key, max_bytes, allow_empty=True)

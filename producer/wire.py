@@ -58,7 +58,7 @@ class GenerateRequest:
         check_name("id", self.id)
         check_tier(self.tier)
         if self.kind not in KINDS:
-            raise validate.fail("kind", f"one of {', '.join(KINDS)}")
+            raise validate.invalid("kind", f"one of {', '.join(KINDS)}")
         _check_prompt(self)
         _check_continuations(self)
         _check_outputs(self)
@@ -74,13 +74,13 @@ def _check_prompt(request: GenerateRequest) -> None:
     given = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(request, name) is not None]
     if len(given) != 1:
         what = f"got {' and '.join(given)}" if given else "got none"
-        raise validate.fail("prompt", f"given as exactly one of prompt, messages, prompt_token_ids ({what})")
+        raise validate.invalid("prompt", f"given as exactly one of prompt, messages, prompt_token_ids ({what})")
     if request.prompt is not None:
         validate.text("prompt", request.prompt, MAX_PROMPT_BYTES)
     elif request.prompt_token_ids is not None:
         validate.token_ids("prompt_token_ids", request.prompt_token_ids, MAX_PROMPT_TOKENS)
         if not request.prompt_token_ids:
-            raise validate.fail("prompt_token_ids", "a non-empty list")
+            raise validate.invalid("prompt_token_ids", "a non-empty list")
     else:
         _check_messages(request.messages)
 
@@ -88,10 +88,10 @@ def _check_prompt(request: GenerateRequest) -> None:
 def _check_messages(messages: object) -> None:
     items = validate.sequence("messages", messages, MAX_MESSAGES)
     if not items:
-        raise validate.fail("messages", "a non-empty list")
+        raise validate.invalid("messages", "a non-empty list")
     for i, message in enumerate(items):
         if not isinstance(message, Mapping):
-            raise validate.fail(f"messages[{i}]", f"an object, not {type(message).__name__}")
+            raise validate.invalid(f"messages[{i}]", f"an object, not {type(message).__name__}")
         validate.text(f"messages[{i}].role", message.get("role"), 64)
         validate.text(f"messages[{i}].content", message.get("content"), MAX_PROMPT_BYTES, allow_empty=True)
         validate.tree(f"messages[{i}]", message, MAX_PROMPT_BYTES)
@@ -100,20 +100,20 @@ def _check_messages(messages: object) -> None:
 def _check_continuations(request: GenerateRequest) -> None:
     if request.kind != "score":
         if request.continuations is not None:
-            raise validate.fail("continuations", "absent unless kind is score")
+            raise validate.invalid("continuations", "absent unless kind is score")
         return
     items = validate.sequence("continuations", request.continuations, MAX_CONTINUATIONS)
     if not items:
-        raise validate.fail("continuations", "a non-empty list")
+        raise validate.invalid("continuations", "a non-empty list")
     for i, item in enumerate(items):
         validate.text(f"continuations[{i}]", item, MAX_PROMPT_BYTES)
 
 
 def _check_outputs(request: GenerateRequest) -> None:
     if request.kind != "generate" and request.params.n != 1:
-        raise validate.fail("n", "1 unless kind is generate")
+        raise validate.invalid("n", "1 unless kind is generate")
     if validate.boolean("stream", request.stream) and (request.kind != "generate" or request.params.n != 1):
-        raise validate.fail("stream", "false unless there is one output of text (kind generate, n 1)")
+        raise validate.invalid("stream", "false unless there is one output of text (kind generate, n 1)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 from producer.codec import decode_request
 from producer.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError, Poisoned
 from producer.keys import TIERS, Tier
-from producer.validate import fail
+from producer.validate import invalid
 from producer.wire import Chunk, GenerateRequest
 from worker.ahead import WaitingAhead
 from worker.core import Core
@@ -304,7 +304,7 @@ class Intake:
         active.tier = tier_of(wire_request, self._config.routes)
         engine = self._loop.engine
         if wire_request.params.n > engine.config.max_batch_size:
-            raise fail("n", f"at most {engine.config.max_batch_size}, this worker's batch")
+            raise invalid("n", f"at most {engine.config.max_batch_size}, this worker's batch")
         requests = engine.inputs.prepare_all(replace(wire_request, tier=active.tier))
         engine.inputs.check_resumable([token for chunk in chunks for token in chunk.token_ids])
         outputs = Outputs(active.id, requests, engine.make_detokenizer)

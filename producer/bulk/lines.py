@@ -57,7 +57,7 @@ def parse_line(number: int, text: str, *, is_json: bool) -> Line:
     if isinstance(value, str):
         return Line(number, "plain", None, {"prompt": value})
     if not isinstance(value, dict):
-        raise validate.fail("line", f"an object or a string, not {type(value).__name__}")
+        raise validate.invalid("line", f"an object or a string, not {type(value).__name__}")
     return _openai_line(number, value) if "body" in value else _plain_line(number, value)
 
 
@@ -78,12 +78,12 @@ def _plain_line(number: int, value: Mapping[str, Any]) -> Line:
 
 def _openai_line(number: int, value: Mapping[str, Any]) -> Line:
     if not isinstance(value["body"], dict):
-        raise validate.fail("body", f"an object, not {type(value['body']).__name__}")
+        raise validate.invalid("body", f"an object, not {type(value['body']).__name__}")
     body: dict[str, Any] = value["body"]
     form = _form(value.get("url"), body)
     options = {_RENAMED.get(name, name): item for name, item in body.items() if item is not None and name not in _IGNORED}
     if options.pop("stream", False):
-        raise validate.fail("stream", "absent in a batch")
+        raise validate.invalid("stream", "absent in a batch")
     options.pop("stream_options", None)
     if form == "chat" or "top_logprobs" in options:
         _chat_logprobs(options)
@@ -98,7 +98,7 @@ def _form(url: object, body: Mapping[str, Any]) -> Form:
     if url is None:
         return "chat" if "messages" in body else "embedding" if "input" in body else "completion"
     if not isinstance(url, str) or url not in _URLS:
-        raise validate.fail("url", f"one of {', '.join(_URLS)}")
+        raise validate.invalid("url", f"one of {', '.join(_URLS)}")
     return _URLS[url]
 
 
@@ -112,12 +112,12 @@ def _chat_logprobs(options: dict[str, Any]) -> None:
 def _embedding_options(options: dict[str, Any]) -> None:
     """An embedding's ``input`` is a prompt, its token ids, or a list of one of them: a line is one request."""
     if options.pop("encoding_format", "float") != "float":
-        raise validate.fail("encoding_format", "float")
+        raise validate.invalid("encoding_format", "float")
     given = options.pop("input", None)
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
         [given] = given
     if not isinstance(given, str) and not (isinstance(given, list) and all(isinstance(item, int) for item in given)):
-        raise validate.fail("input", "one text, or the token ids of one")
+        raise validate.invalid("input", "one text, or the token ids of one")
     options |= {"prompt": given, "kind": "embed"}
 
 

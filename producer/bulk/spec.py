@@ -20,7 +20,7 @@ _JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,80}\Z")
 def check_job_id(value: object) -> str:
     """Return ``value`` if it can be the beginning of request ids and an rq job's id, else raise `InvalidRequest`."""
     if not isinstance(value, str) or not _JOB_ID.match(value):
-        raise validate.fail("id", "1-80 characters of [A-Za-z0-9_-]")
+        raise validate.invalid("id", "1-80 characters of [A-Za-z0-9_-]")
     return value
 
 
@@ -54,7 +54,7 @@ class BulkSpec:
         validate.integer("window", self.window, 1, 100_000)
         validate.integer("retries", self.retries, 0, 1000)
         if self.order not in ORDERS:
-            raise validate.fail("order", f"one of {', '.join(ORDERS)}")
+            raise validate.invalid("order", f"one of {', '.join(ORDERS)}")
         paths = [self.input, self.output, self.errors]
         if len(set(paths)) < 3 or not all(Path(path).is_absolute() for path in paths):
             raise InvalidRequest("input, output and errors must be three different absolute paths", field="output")

@@ -193,7 +193,7 @@ def limits(redis_url: str, queue: str, goal_ms: float, as_json: bool, folder: Pa
 @click.option("--worker", help="Name of a worker on this host, or its process id: it gets SIGTERM, and is started anew by its supervisor.")
 @click.option("--seconds", default=30.0, show_default=True, type=_POSITIVE, help="Length of the load; its half goes on after the restart.")
 @click.option("--gap-goal", "gap_goal_s", default=60.0, show_default=True, type=_POSITIVE, help="Most seconds without any token.")
-def reload(
+def restart(
     redis_url: str,
     queue: str,
     prompt_tokens: int,
@@ -210,13 +210,13 @@ def reload(
     if (restart_command is None) == (worker is None):
         raise click.UsageError("give either --restart-command or --worker")
     with open_client(redis_url, queue) as operator:
-        restart = _command(restart_command or "") if worker is None else _sigterm(operator, _pid_of(operator, worker), timeout_s)
+        order = _command(restart_command or "") if worker is None else _sigterm(operator, _pid_of(operator, worker), timeout_s)
 
         def test(client: AsyncClient, timeout_s: float) -> Awaitable[Report]:
             return restart_under_load(
                 client,
                 operator,
-                restart,
+                order,
                 shape=Shape(prompt_tokens, output_tokens),
                 num_callers=callers,
                 seconds=seconds,

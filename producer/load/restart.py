@@ -1,4 +1,4 @@
-"""``reload``: a worker is restarted under load; how long nothing moves, and that every request is answered once."""
+"""``restart``: a worker is restarted under load; how long nothing moves, and that every request is answered once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _report(calls: Sequence[Call], checks: list[Check], at_s: float, gap_goal_s:
         rows.append(["from the restart to progress, s", gap[1] - at_s])
     rows += [[f"answered by {name}", count] for name, count in workers.most_common()]
     return Report(
-        "reload",
+        "restart",
         f"{len(calls)} requests, a worker restarted after {at_s:.1f} s",
         ("figure", "value"),
         rows,

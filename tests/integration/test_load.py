@@ -137,7 +137,7 @@ def test_limits_answer_with_readable_errors(load: Load, worker: WorkerProcess) -
     load.view.assert_clean()
 
 
-def test_reload_measures_how_long_nothing_moves(load: Load, tmp_path: Path) -> None:
+def test_restart_measures_how_long_nothing_moves(load: Load, tmp_path: Path) -> None:
     options = f"--redis {load.url} --queue {load.queue} --name w1 --step-ms 2"
     script = tmp_path / "restart.sh"
     pid = tmp_path / "pid"
@@ -146,24 +146,24 @@ def test_reload_measures_how_long_nothing_moves(load: Load, tmp_path: Path) -> N
         script.write_text(f"kill -9 {first.pid}; {sys.executable} -m tests.fakes {options} >/dev/null 2>&1 & echo $! >{pid}\n")
         sizes = ("--callers", 2, "--output-tokens", 100, "--seconds", 1.0)
         try:
-            said = load.report("reload", *sizes, "--restart-command", f"sh {script}", "--report", tmp_path)
+            said = load.report("restart", *sizes, "--restart-command", f"sh {script}", "--report", tmp_path)
         finally:
             kill(pid)
     figures = dict(map(tuple, said["rows"]))
     assert figures["answered in a later attempt"] >= 1
     assert figures["answered by w1"] == figures["requests"]
     assert checks(said)["tokens flow again"]
-    assert (tmp_path / "reload.png").exists()
+    assert (tmp_path / "restart.png").exists()
 
 
 def kill(pid: Path) -> None:
     os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def test_reload_orders_a_worker_of_this_host_by_its_name(load: Load, worker: WorkerProcess) -> None:
+def test_restart_orders_a_worker_of_this_host_by_its_name(load: Load, worker: WorkerProcess) -> None:
     with WorkerProcess(load.url, load.queue, "--name", "w2", "--step-ms", 2):
         load.view.await_running(2)
-        said = load.report("reload", "--worker", "w1", "--callers", 2, "--output-tokens", 20, "--seconds", 0.6)
+        said = load.report("restart", "--worker", "w1", "--callers", 2, "--output-tokens", 20, "--seconds", 0.6)
         assert worker.wait() == 0
     assert checks(said)["every request has exactly one final reply"]
 
@@ -175,14 +175,14 @@ def test_reload_orders_a_worker_of_this_host_by_its_name(load: Load, worker: Wor
         (("--worker", "nobody"), "no live worker is called nobody: there are none"),
     ],
 )
-def test_reload_needs_to_know_what_to_restart(load: Load, args: tuple[str, ...], message: str) -> None:
-    run = load("reload", *args)
+def test_restart_needs_to_know_what_to_restart(load: Load, args: tuple[str, ...], message: str) -> None:
+    run = load("restart", *args)
     assert run.exit_code == 2
     assert message in run.output
 
 
-def test_reload_tells_of_a_command_that_fails(load: Load, worker: WorkerProcess) -> None:
-    run = load("reload", "--restart-command", "false", "--callers", 1, "--output-tokens", 4, "--seconds", 0.2)
+def test_restart_tells_of_a_command_that_fails(load: Load, worker: WorkerProcess) -> None:
+    run = load("restart", "--restart-command", "false", "--callers", 1, "--output-tokens", 4, "--seconds", 0.2)
     assert run.exit_code == 1
     assert "FAIL  the restart succeeds: false ended with exit code 1" in run.output
 

@@ -166,19 +166,19 @@ def test_rq_info_shows_the_bulk_job(in_use: InUse, tmp_path: Path) -> None:
 
 
 def test_supervised_worker_is_restarted_under_load_and_serves_again(tmp_path: Path) -> None:
-    loop, reload = SUPERVISION
+    loop, restart = SUPERVISION
     with Server("valkey") as server, server.client() as raw:
         operator, view = InUse(server.port, "w1", "", ""), QueueView(raw, "default")
         with supervised(loop, operator.environment(loop, tmp_path), tmp_path):
             view.await_running()
             first = view.workers()["w1"]["pid"]
-            result = operator.shell(f"{reload.strip()} --seconds 2 --json", tmp_path)
+            result = operator.shell(f"{restart.strip()} --seconds 2 --json", tmp_path)
             assert result.returncode == 0, result.stdout + result.stderr
             assert view.workers()["w1"]["pid"] != first
     figures = dict(json.loads(result.stdout)["rows"])
     assert figures["answered by w1"] == figures["requests"]
     assert figures["without progress, s"] >= 1.0  # the loop's own pause
-    assert (tmp_path / "reload" / "index.html").exists()
+    assert (tmp_path / "restart" / "index.html").exists()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 
 from producer.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from producer.sampling import SamplingParams
-from producer.validate import fail
+from producer.validate import invalid
 from producer.wire import GenerateRequest
 from worker.engine.request import Request
 from worker.engine.structured import Grammar, GrammarCompiler
@@ -69,7 +69,7 @@ class InputProcessor:
         requests = self.prepare_all(wire_request)
         if len(requests) != 1:
             field = "continuations" if wire_request.kind == "score" else "n"
-            raise fail(field, "one, where a request has a single output")
+            raise invalid(field, "one, where a request has a single output")
         return requests[0]
 
     def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
@@ -92,7 +92,7 @@ class InputProcessor:
         """
         vocab_size = self._limits.vocab_size
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise fail(field, f"made of token ids below {vocab_size}, the model's vocabulary")
+            raise invalid(field, f"made of token ids below {vocab_size}, the model's vocabulary")
 
     def check_resumable(self, token_ids: Sequence[int]) -> None:
         """Check what an earlier attempt generated: the model that did may not have been this one.
@@ -150,7 +150,7 @@ class InputProcessor:
         text, field = self._prompt_text(wire_request)
         token_ids = self._encode(text, add_special_tokens=wire_request.prompt is not None)
         if not token_ids:
-            raise fail(field, "something that the tokenizer makes tokens of")
+            raise invalid(field, "something that the tokenizer makes tokens of")
         return token_ids
 
     def _prompt_text(self, wire_request: GenerateRequest) -> tuple[str, str]:
@@ -192,7 +192,7 @@ class InputProcessor:
         assert wire_request.continuations is not None, "kind score has continuations"
         tokens, start = self._with_continuation(wire_request, prompt, wire_request.continuations[index])
         if start == len(tokens):
-            raise fail(f"continuations[{index}]", "something that the tokenizer makes tokens of")
+            raise invalid(f"continuations[{index}]", "something that the tokenizer makes tokens of")
         self._check_fits(len(tokens), 0)
         request = self._request(wire_request, request_id, tokens, 0)
         request.score_start = start

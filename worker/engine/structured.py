@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from producer.errors import InvalidRequest
-from producer.validate import fail
+from producer.validate import invalid
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -133,7 +133,7 @@ def _source(response_format: Mapping[str, Any]) -> str | None:
     kind = response_format.get("type")
     make = _SOURCES.get(kind) if isinstance(kind, str) else None
     if make is None:
-        raise fail(f"{FIELD}.type", f"one of {', '.join(_SOURCES)}")
+        raise invalid(f"{FIELD}.type", f"one of {', '.join(_SOURCES)}")
     return make(response_format)
 
 
@@ -141,7 +141,7 @@ def _json_schema(response_format: Mapping[str, Any]) -> str:
     wrapper = response_format.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise fail(f"{FIELD}.json_schema.schema", "an object")
+        raise invalid(f"{FIELD}.json_schema.schema", "an object")
     return _of_schema(schema)
 
 
@@ -156,7 +156,7 @@ def _regex(response_format: Mapping[str, Any]) -> str:
 
     pattern = response_format.get("regex")
     if not isinstance(pattern, str) or not pattern:
-        raise fail(f"{FIELD}.regex", "a non-empty string")
+        raise invalid(f"{FIELD}.regex", "a non-empty string")
     return LLMatcher.grammar_from_regex(pattern)
 
 
@@ -165,7 +165,7 @@ def _choice(response_format: Mapping[str, Any]) -> str:
 
     choices = response_format.get("choices")
     if not isinstance(choices, list | tuple) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise fail(f"{FIELD}.choices", "a non-empty list of non-empty strings")
+        raise invalid(f"{FIELD}.choices", "a non-empty list of non-empty strings")
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
