@@ -25,8 +25,9 @@ from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest, TokenLogprob
 from worker.config import WorkerConfig
 from worker.engine.config import EngineConfig
-from worker.engine.request import Request, RequestStatus, StepOutput
+from worker.engine.request import Request, RequestStatus
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepOutput
 from worker.reload import Reload
 from worker.worker import Worker
 

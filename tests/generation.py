@@ -14,8 +14,9 @@ from producer.sampling import SamplingParams
 from worker.engine.config import EngineConfig
 from worker.engine.model_loader import LoadedModel
 from worker.engine.model_runner import ModelRunner
-from worker.engine.request import Request, ScheduledChunk, StepPlan
+from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
+from worker.engine.step import ScheduledChunk, StepPlan
 
 NEAR_TIE = 1e-4  # gap between the two greatest logits, in float32, below which rounding may decide
 

@@ -11,8 +11,9 @@ from producer.sampling import SamplingParams
 from worker.engine.config import EngineConfig
 from worker.engine.preemption import PreemptionCosts
 from worker.engine.prefix_index import PrefixIndex
-from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
+from worker.engine.request import Request, RequestStatus
 from worker.engine.scheduler import Scheduler
+from worker.engine.step import ScheduledChunk, StepPlan
 
 CHEAP_SWAP = PreemptionCosts(recompute_s_per_token=1.0, swap_s_per_block=1e-9)
 _names = count()

@@ -15,7 +15,8 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.model_loader import LoadedModel, prepare_model
-from worker.engine.request import Request, StepOutput
+from worker.engine.request import Request
+from worker.engine.step import StepOutput
 
 EOS = 256
 RAISING = VOCAB_SIZE + 5  # a token that makes a step of `raising_model` raise, for it has no embedding

@@ -7,8 +7,9 @@ from typing import Protocol
 
 from producer.keys import Tier
 from producer.wire import GenerateRequest
-from worker.engine.request import Request, StepOutput, StepStats
+from worker.engine.request import Request
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepOutput, StepStats
 
 
 class TextDelta(Protocol):

@@ -13,8 +13,9 @@ import structlog
 
 from producer.errors import HeadraceError
 from producer.keys import TIERS, Tier
-from worker.engine.request import Request, StepOutput, StepStats
+from worker.engine.request import Request
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepOutput, StepStats
 from worker.engine_api import EngineLike
 from worker.guard import Guard
 from worker.health import Progress

@@ -28,8 +28,8 @@ from producer import __version__
 from producer.errors import BY_CODE, CLIENTS_OWN
 from producer.keys import TIERS, Tier
 from producer.wire import FinishReason
-from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepStats
 from worker.engine.step_clock import PHASES
 
 PREFIX = "headrace:"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from producer.wire import Chunk
 from worker.engine.output_collector import OutputCollector, ending_of
-from worker.engine.request import Request, StepOutput
+from worker.engine.request import Request
+from worker.engine.step import StepOutput
 from worker.engine_api import Detokenizer
 from worker.transcript import Transcript
 

@@ -17,7 +17,7 @@ from producer.errors import Cancelled, HeadraceError, InternalError, error_from_
 from producer.wire import Result
 from worker.core import Core
 from worker.ending import log_end, result_of, stats_of
-from worker.engine.request import StepOutput
+from worker.engine.step import StepOutput
 from worker.engine_loop import Refusal
 from worker.guard import described
 from worker.outputs import Output

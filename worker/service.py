@@ -24,8 +24,8 @@ from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.device_memory import device_bytes
 from worker.engine.config import EngineConfig
-from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepStats
 from worker.engine_api import EngineLike
 from worker.health import Finding, HealthServer
 from worker.metrics import WorkerMetrics

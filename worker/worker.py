@@ -20,8 +20,8 @@ from producer.connection import connect, redact
 from producer.keys import Keys
 from worker.config import WorkerConfig
 from worker.core import Core
-from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepStats
 from worker.engine_loop import EngineLoop, OnStep
 from worker.guard import Guard, described
 from worker.intake import Intake

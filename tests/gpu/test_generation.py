@@ -23,9 +23,10 @@ from tests.waits import nothing_waits
 from worker.engine.config import EngineConfig
 from worker.engine.device_sampler import sample_on_device
 from worker.engine.model_loader import LoadedModel, load_model, local_model_path, prepare_model
-from worker.engine.request import Request, StepPlan
+from worker.engine.request import Request
 from worker.engine.run_ahead import PendingStep
 from worker.engine.sampler import Sampler
+from worker.engine.step import StepPlan
 
 MAX_TOKENS = 20
 PROMPT_LENGTHS = (1, 2, 7, 8, 9, 16, 33, 90)

@@ -16,7 +16,7 @@ from worker.engine.cuda_graphs import CudaGraphRecorder
 from worker.engine.engine import Engine
 from worker.engine.kv_cache import KVCache, peak_memory_bytes
 from worker.engine.model_loader import prepare_model
-from worker.engine.request import StepPlan
+from worker.engine.step import StepPlan
 
 MIB = 1 << 20
 LAYER = AttentionLayer(

@@ -21,7 +21,7 @@ from tests.tiny_engine import tiny_engine
 from tests.workers import eventually
 from worker.config import WorkerConfig
 from worker.engine.failures import EXHAUSTED_AFTER
-from worker.engine.request import StepOutput, StepPlan
+from worker.engine.step import StepOutput, StepPlan
 from worker.metrics import WorkerMetrics
 from worker.reload import LoadModel
 from worker.service import health_pages

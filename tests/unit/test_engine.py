@@ -18,7 +18,8 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.engine import Engine
 from worker.engine.failures import EXHAUSTED_AFTER, FatalDeviceError
 from worker.engine.model_loader import prepare_model
-from worker.engine.request import Request, StepPlan
+from worker.engine.request import Request
+from worker.engine.step import StepPlan
 from worker.engine.step_clock import PHASES
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")

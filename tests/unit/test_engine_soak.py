@@ -11,7 +11,8 @@ from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest
 from tests.tiny_engine import RAISING, assert_idle, raising_model, request, tiny_engine
 from worker.engine.engine import Engine
-from worker.engine.request import Request, StepOutput
+from worker.engine.request import Request
+from worker.engine.step import StepOutput
 
 SHARED = [9] * 40  # half of the prompts begin with this
 SAMPLING: tuple[dict[str, Any], ...] = (

@@ -7,7 +7,7 @@ import torch
 
 from tests.scheduling import make_request
 from worker.engine.failures import EXHAUSTED_AFTER, Exhaustion, FatalDeviceError
-from worker.engine.request import ScheduledChunk, StepPlan
+from worker.engine.step import ScheduledChunk, StepPlan
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 MANY, LONG = 300, 4000

@@ -8,7 +8,8 @@ import torch
 
 from producer.sampling import SamplingParams
 from worker.engine.input_batch import BlockTables, InputBatch, StepInputs
-from worker.engine.request import Request, ScheduledChunk
+from worker.engine.request import Request
+from worker.engine.step import ScheduledChunk
 
 BLOCK_SIZE = 4
 MAX_REQUESTS = 3

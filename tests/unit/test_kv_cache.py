@@ -11,7 +11,7 @@ from worker.engine import kv_cache
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.config import EngineConfig
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes
-from worker.engine.request import StepPlan
+from worker.engine.step import StepPlan
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

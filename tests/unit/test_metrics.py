@@ -12,8 +12,8 @@ from prometheus_client.registry import CollectorRegistry
 
 import producer
 from producer.keys import Tier
-from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepStats
 from worker.metrics import FAILURE_CODES, RequestStats, Series, WorkerMetrics
 
 NOBODY: dict[Tier, int] = {"realtime": 0, "batch": 0}

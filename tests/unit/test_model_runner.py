@@ -20,7 +20,8 @@ from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.device_sampler import sample_on_device
 from worker.engine.model_loader import LoadedModel, prepare_model
 from worker.engine.model_runner import Kernels, ModelRunner
-from worker.engine.request import Request, Sampled, ScheduledChunk, StepPlan
+from worker.engine.request import Request
+from worker.engine.step import Sampled, ScheduledChunk, StepPlan
 
 LENGTHS = (30, 1, 17)
 

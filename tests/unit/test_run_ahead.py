@@ -13,8 +13,9 @@ from tests.tiny_engine import assert_idle, tiny_engine
 from tests.tiny_models import VOCAB_SIZE
 from worker.engine import run_ahead
 from worker.engine.engine import Engine
-from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, StepOutput
+from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus
 from worker.engine.run_ahead import RunAhead
+from worker.engine.step import StepOutput
 
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 1.5, "top_p": 0.95}

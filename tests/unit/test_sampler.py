@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from producer.sampling import SamplingParams
 from worker.engine.filters import floors
 from worker.engine.likely_tokens import LIKELY_NATS, SampledRows, find_likely_tokens
-from worker.engine.request import Request, Sampled
+from worker.engine.request import Request
 from worker.engine.sampler import Sampler
+from worker.engine.step import Sampled
 
 VOCAB = 1000
 SETTINGS: tuple[dict[str, Any], ...] = (

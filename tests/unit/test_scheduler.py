@@ -13,8 +13,9 @@ from producer.keys import TIERS, Tier
 from tests.memory import num_alive
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
-from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, StepPlan
+from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus
 from worker.engine.scheduler import Scheduler
+from worker.engine.step import StepPlan
 
 CONFIG = EngineConfig(max_batch_size=4, max_batch_tokens=16, block_size=4)
 

@@ -10,7 +10,8 @@ import pytest
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
 from worker.engine.pace import MAX_SLOWDOWN, QUIET_BASES, QUIET_GOALS, QUIET_TOKENS, Pace
-from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
+from worker.engine.request import Request, RequestStatus
+from worker.engine.step import ScheduledChunk, StepPlan
 
 CONFIG = EngineConfig(max_batch_size=64, max_batch_tokens=256, block_size=4, realtime_step_ms=50.0)
 BASE_S, TOKEN_S = 0.02, 0.002

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from worker.engine.request import StepStats
 from worker.engine.scheduler import SchedulerStats
+from worker.engine.step import StepStats
 from worker.service import StepLog
 
 CODE = """

@@ -9,16 +9,16 @@ too, and realtime leaves room for that (`_batch_reserve`).
 from __future__ import annotations
 
 import math
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from producer.keys import Tier
 from worker.engine.block_manager import BlockManager, Prefix
 from worker.engine.config import EngineConfig
 from worker.engine.preemption import Preemption
 from worker.engine.queues import WaitingQueue, WaitingQueues
-from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
+from worker.engine.request import Request, RequestStatus
 from worker.engine.running import RunningSet
+from worker.engine.step import Step
 
 MAX_PUT_ASIDE = 4  # requests a step that wait for a prefix in flight; bounds what looking past them costs
 WATERMARK = 0.01  # share of all blocks that stays available after a batch request is admitted
@@ -56,30 +56,6 @@ class Shares:
 
 def _share(part: float, whole: int) -> int:
     return int(part * whole + 1e-9)  # 0.1 of 10 is 1, whatever 1.0 - 0.9 gives
-
-
-@dataclass(slots=True)
-class Step:
-    """A step in the making.
-
-    Attributes:
-        budget: tokens left.
-        is_bounded: whether batch work is bounded for realtime's sake (`pace`).
-        batch_budget: tokens of prefills that the batch tier may still add to a bounded step.
-        turns: batch decodes that wait for their turn in a bounded step.
-        in_flight: prefix keys of the blocks that this step computes.
-        put_aside: waiting requests that wait for blocks in flight, until the next step.
-    """
-
-    budget: int
-    is_bounded: bool = False
-    batch_budget: int = sys.maxsize
-    turns: list[ScheduledChunk] = field(default_factory=list)
-    plan: StepPlan = field(default_factory=StepPlan)
-    decodes: list[ScheduledChunk] = field(default_factory=list)
-    prefills: list[ScheduledChunk] = field(default_factory=list)
-    in_flight: set[bytes] = field(default_factory=set)
-    put_aside: list[Request] = field(default_factory=list)
 
 
 class Admission:

@@ -26,10 +26,11 @@ from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import LoadedModel, check_tokenizer, load_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.offline import run_to_end
-from worker.engine.request import Request, RequestStatus, Sampled, ScheduledChunk, StepOutput, StepPlan, StepStats
+from worker.engine.request import Request, RequestStatus
 from worker.engine.run_ahead import PendingStep, RunAhead
 from worker.engine.scheduler import Scheduler, SchedulerStats
 from worker.engine.siblings import Siblings
+from worker.engine.step import Sampled, ScheduledChunk, StepOutput, StepPlan, StepStats
 from worker.engine.structured import GrammarCompiler
 
 _PAUSE_S = 0.001  # between checks of a static batch that is filling

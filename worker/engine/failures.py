@@ -10,7 +10,7 @@ import torch
 
 from producer.errors import BatchFailed, HeadraceError, InternalError, OutOfMemory
 from worker.engine import probe
-from worker.engine.request import StepPlan
+from worker.engine.step import StepPlan
 
 EXHAUSTED_AFTER = 8
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.request import Request, ScheduledChunk
+from worker.engine.request import Request
+from worker.engine.step import ScheduledChunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from producer.errors import ModelUnavailable
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.config import GPU_KV_SHARE, SCALE_BYTES, EngineConfig
 from worker.engine.native import memory
-from worker.engine.request import StepPlan
+from worker.engine.step import StepPlan
 
 _CPU_DEFAULT_BYTES = 1 << 30
 _CPU_SHARE = 0.25  # of the memory that is free

@@ -26,9 +26,10 @@ from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free
 from worker.engine.model_loader import LoadedModel, computes_bfloat16
 from worker.engine.preemption import PreemptionCosts
 from worker.engine.probe import SPLIT_TOKENS, TOKENS, Forward, check_numbers
-from worker.engine.request import Request, Sampled, StepPlan
+from worker.engine.request import Request
 from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler
+from worker.engine.step import Sampled, StepPlan
 from worker.engine.step_clock import StepClock
 from worker.engine.step_results import WantedRows, sample_chosen
 

@@ -10,7 +10,8 @@ from producer.errors import error_from_code
 from producer.wire import GenerateRequest, Result, Timings, TokenLogprob
 from worker.engine.detokenizer import Detokenizer
 from worker.engine.output_collector import Ending, OutputCollector, ending_of
-from worker.engine.request import Request, StepOutput
+from worker.engine.request import Request
+from worker.engine.step import StepOutput
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from producer.wire import Choice, Result, TokenLogprob, Usage
-from worker.engine.request import Request, StepOutput
+from worker.engine.request import Request
+from worker.engine.step import StepOutput
 
 Ending = Choice | float | list[float]  # of kind generate, score, embed
 

@@ -13,7 +13,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from worker.engine.config import EngineConfig
-from worker.engine.request import Request, StepPlan
+from worker.engine.request import Request
+from worker.engine.step import StepPlan
 
 LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch work is bounded as if realtime were there
 MAX_SLOWDOWN = 1.25  # where realtime's decodes alone take longer than the goal, batch work may make their step so much longer

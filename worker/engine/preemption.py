@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from worker.engine.block_manager import BlockManager
 from worker.engine.queues import WaitingQueues
-from worker.engine.request import Request, RequestStatus, StepPlan
+from worker.engine.request import Request, RequestStatus
 from worker.engine.running import RunningSet
+from worker.engine.step import StepPlan
 
 _CUDA_FLOPS_PER_S = 2e14  # of a prefill in bfloat16
 _PCIE_BYTES_PER_S = 2e10

@@ -16,7 +16,8 @@ from producer.errors import ModelUnavailable
 from producer.sampling import SamplingParams
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.input_batch import InputBatch, StepInputs
-from worker.engine.request import Request, ScheduledChunk
+from worker.engine.request import Request
+from worker.engine.step import ScheduledChunk
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})  # whose angles depend on the position alone

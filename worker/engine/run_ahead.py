@@ -18,8 +18,9 @@ from torch import Tensor
 
 from worker.engine.device_sampler import DeviceTokens, is_device_sampled, sample_on_device, to_device
 from worker.engine.input_batch import InputBatch, StepInputs
-from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus, Sampled, StepPlan
+from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus
 from worker.engine.sampler import FAILED
+from worker.engine.step import Sampled, StepPlan
 from worker.engine.step_clock import StepClock
 
 Forward = Callable[[StepInputs, Tensor], Tensor]

@@ -17,7 +17,8 @@ from worker.engine.filters import floors, is_unfiltered
 from worker.engine.likely_tokens import LIKELY_NATS, MASS_BITS, SampledRows, find_likely_tokens
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
 from worker.engine.penalties import adjust_logits, adjusts
-from worker.engine.request import Request, Sampled
+from worker.engine.request import Request
+from worker.engine.step import Sampled
 from worker.engine.structured import forbid_tokens
 
 MIN_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as at 0

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 
 from producer.errors import ContextLengthExceeded
 from producer.keys import Tier
-from worker.engine.admission import Admission, Shares, Step
+from worker.engine.admission import Admission, Shares
 from worker.engine.block_manager import BlockManager
 from worker.engine.config import EngineConfig
 from worker.engine.pace import Pace
 from worker.engine.preemption import Preemption, PreemptionCosts
 from worker.engine.prefix_index import PrefixIndex
 from worker.engine.queues import WaitingQueues
-from worker.engine.request import Request, RequestStatus, ScheduledChunk, StepPlan
+from worker.engine.request import Request, RequestStatus
 from worker.engine.running import RunningSet
+from worker.engine.step import ScheduledChunk, Step, StepPlan
 
 LONG_PREFILL_STEPS = 4  # a prefill that would fill more steps than this shares its steps with others
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.engine.request import Request, Sampled, ScheduledChunk
+from worker.engine.request import Request
 from worker.engine.sampler import FAILED, takes_likeliest
+from worker.engine.step import Sampled, ScheduledChunk
 
 _SCORED_ROWS = 64  # rows of logits that are normalised in float32 at once
 
