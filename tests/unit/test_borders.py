@@ -30,7 +30,7 @@ def test_the_stream_side_never_loads_torch(module: str) -> None:
     assert not loaded_by(module) & HEAVY
 
 
-@pytest.mark.parametrize("module", ["request", "config", "block_pool", "scheduler"])
+@pytest.mark.parametrize("module", ["request", "step", "config", "block_pool", "scheduler"])
 def test_scheduling_loads_neither_torch_nor_redis(module: str) -> None:
     assert not loaded_by(f"worker.engine.{module}") & (HEAVY | {"redis"})
 

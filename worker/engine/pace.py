@@ -13,8 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from worker.engine.config import EngineConfig
-from worker.engine.request import Request
-from worker.engine.step import StepPlan
+from worker.engine.step import ScheduledChunk, StepPlan
 
 LINGER_S = 1.0  # callers who wait and ask again are back so soon: until then batch work is bounded as if realtime were there
 MAX_SLOWDOWN = 1.25  # where realtime's decodes alone take longer than the goal, batch work may make their step so much longer
@@ -102,16 +101,15 @@ class Pace:
         """How many of `batch_tokens` realtime's prefills must leave; at least 1, for the bound alone starves nobody."""
         return max(math.ceil(self._floor * self._max_tokens(num_decodes)), 1)
 
-    def take_turns(self, requests: list[Request], count: int) -> set[Request]:
-        """Those who sit this step out where only ``count`` may go on: each goes on as often as any other."""
-        if len(requests) <= count:
-            return set()
-        requests = sorted(requests, key=_number)
-        first = bisect_right(requests, self._last_turn, key=_number)
-        requests = requests[first:] + requests[:first]
-        if count:
-            self._last_turn = _number(requests[count - 1])
-        return set(requests[count:])
+    def take_turns(self, decodes: list[ScheduledChunk], count: int) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
+        """Those whose turn it is, at most ``count`` (> 0), and those who sit this step out: each goes on as often as any other."""
+        if len(decodes) <= count:
+            return decodes, []
+        decodes = sorted(decodes, key=_number)
+        first = bisect_right(decodes, self._last_turn, key=_number)
+        decodes = decodes[first:] + decodes[:first]
+        self._last_turn = _number(decodes[count - 1])
+        return decodes[:count], decodes[count:]
 
     def _max_tokens(self, num_decodes: int) -> int:
         """Most tokens of a step with so many decodes of realtime's; at least 1, and without realtime `QUIET_TOKENS`."""
@@ -129,6 +127,6 @@ class Pace:
         return max(int(left_s / s_per_token), least)
 
 
-def _number(request: Request) -> int:
+def _number(chunk: ScheduledChunk) -> int:
     """The order in which requests were added."""
-    return request.sort_key[2]
+    return chunk.request.sort_key[2]

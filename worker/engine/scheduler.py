@@ -271,12 +271,11 @@ class Scheduler:
         num_realtime = len(step.decodes)
         num_prefilled = self.config.max_batch_tokens - step.budget - num_realtime
         tokens = self.pace.batch_tokens(num_realtime, num_prefilled)
-        waiting = step.turns
-        while waiting and (room := min(tokens - (len(step.decodes) - num_realtime), step.budget)) > 0:
-            waiting = [chunk for chunk in waiting if chunk.request.status is RequestStatus.RUNNING]
-            held = self.pace.take_turns([chunk.request for chunk in waiting], room)
-            self._add_decodes(step, [chunk for chunk in waiting if chunk.request not in held])
-            waiting = [chunk for chunk in waiting if chunk.request in held]  # whoever was preempted leaves a turn to them
+        turns = step.turns
+        while turns and (room := min(tokens - (len(step.decodes) - num_realtime), step.budget)) > 0:
+            running = [chunk for chunk in turns if chunk.request.status is RequestStatus.RUNNING]
+            going, turns = self.pace.take_turns(running, room)
+            self._add_decodes(step, going)  # whoever is preempted for it leaves a turn to the others
         num_decodes = len(step.decodes) - num_realtime
         step.batch_budget = max(tokens - num_decodes, 0)
         return num_decodes
