@@ -1,6 +1,8 @@
-"""What the settings leave to the device."""
+"""Which settings an engine takes, and what they leave to the device."""
 
 from __future__ import annotations
+
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -32,3 +34,16 @@ def test_an_engine_has_the_settings_of_its_device() -> None:
 def test_a_budget_that_does_not_do_is_refused(tokens: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         EngineConfig(max_batch_size=100, max_batch_tokens=tokens)
+
+
+LITERALS = {name: get_args(kind) for name, kind in get_type_hints(EngineConfig).items() if get_origin(kind) is Literal}
+
+
+@pytest.mark.parametrize("name", LITERALS)
+def test_a_setting_of_few_values_takes_those_alone(name: str) -> None:
+    assert {"policy", "attention", "quantization", "kv_dtype"} <= LITERALS.keys()
+    for value in LITERALS[name]:
+        EngineConfig(**{name: value})
+    for value in ("triton", LITERALS[name][0].capitalize(), "", None, 1):
+        with pytest.raises(ValueError, match=f"^{name} must be one of {', '.join(LITERALS[name])}$"):
+            EngineConfig(**{name: value})

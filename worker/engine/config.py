@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 Policy = Literal["continuous", "static"]
 Attention = Literal["auto", "torch", "flashinfer"]
@@ -83,9 +83,9 @@ class EngineConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (("quantization", Quantization), ("kv_dtype", KVDtype)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}")
         for name, low in (("max_batch_size", 1), ("max_batch_tokens", 0), ("block_size", 1), ("cpu_swap_blocks", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}")
@@ -108,3 +108,6 @@ class EngineConfig:
             return self
         tokens = CUDA_BATCH_TOKENS if kind == "cuda" else CPU_BATCH_TOKENS
         return replace(self, max_batch_tokens=max(tokens, self.max_batch_size))
+
+
+_CHOICES = {name: get_args(kind) for name, kind in get_type_hints(EngineConfig).items() if get_origin(kind) is Literal}
