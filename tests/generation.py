@@ -66,8 +66,8 @@ class Loop:
     """
 
     def __init__(self, loaded: LoadedModel, rng: random.Random | None = None, **settings: Any) -> None:
-        self.runner = ModelRunner(loaded, EngineConfig(**settings))
-        self.config = self.runner.config
+        self.config = EngineConfig(**settings).for_device(loaded.device.type)
+        self.runner = ModelRunner(loaded, self.config)
         self._rng = rng
         self._max_model_len = loaded.max_model_len
         self.scheduler = Scheduler(self.config, self.runner.num_blocks, self.runner.num_cpu_blocks, loaded.max_model_len)

@@ -15,6 +15,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.model_loader import LoadedModel, prepare_model
+from worker.engine.model_runner import ModelRunner
 from worker.engine.request import Request
 from worker.engine.step import StepOutput
 
@@ -50,6 +51,10 @@ def raising_model() -> LoadedModel:
 def tiny_engine(loaded: LoadedModel | None = None, **settings: Any) -> Engine:
     settings = {"num_blocks": 200, "block_size": 16, "max_batch_size": 32, "max_batch_tokens": 64, **settings}
     return Engine(EngineConfig(**settings), loaded or loaded_model())
+
+
+def tiny_runner(loaded: LoadedModel, **settings: Any) -> ModelRunner:
+    return ModelRunner(loaded, EngineConfig(**{"num_blocks": 16, **settings}).for_device("cpu"))
 
 
 def request(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **fields: Any) -> Request:

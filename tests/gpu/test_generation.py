@@ -228,7 +228,7 @@ def test_a_lent_cache_leaves_the_device_and_changes_no_output() -> None:
         tiny_engine.run(engine, requests)
         return [item.output_token_ids for item in requests]
 
-    expected, cache_bytes = outputs(), sum(tensor.nbytes for pair in engine._runner.cache.layers for tensor in pair)
+    expected, cache_bytes = outputs(), sum(tensor.nbytes for pair in engine.runner.cache.layers for tensor in pair)
     kernels, free_before = engine.kernels, torch.cuda.mem_get_info()[0]
     engine.release_cache()
     assert torch.cuda.mem_get_info()[0] - free_before >= 0.9 * cache_bytes, "given back to the driver, where another engine looks"

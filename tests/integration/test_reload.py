@@ -261,7 +261,7 @@ def test_the_engine_that_serves_lends_its_cache_to_the_one_that_is_loaded(
     blocks_beside: list[list[int]] = []
 
     def load(model: str) -> Engine:
-        blocks_beside.append([engine._runner.cache.num_blocks for alive in engines if (engine := alive()) is not None])
+        blocks_beside.append([engine.runner.cache.num_blocks for alive in engines if (engine := alive()) is not None])
         loaded = prepare_model(tiny_model("llama"), byte_tokenizer(), model or "first")
         engine = tiny_engine(loaded, num_blocks=300 if model else 200)
         engines.append(weakref.ref(engine))

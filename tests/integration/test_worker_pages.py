@@ -200,7 +200,7 @@ def test_device_without_memory_is_reported_and_ends_the_worker_instead_of_failin
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     engine = tiny_engine()
-    engine._runner.run = run_out  # type: ignore[method-assign]  # one engine's, for this test
+    engine.runner.run = run_out  # type: ignore[method-assign]  # one engine's, for this test
     with scene(server.url, queue, lambda _: engine) as worker, Client(server.url, queue=queue) as client:
         handles = client.submit_many(["hello"] * 40)
         eventually(lambda: worker.statuses() == (503, 503), "the failure is seen")

@@ -89,5 +89,5 @@ def test_prefixes_shared_cold_and_warm_among_wild_neighbours_of_the_other_tier(c
 
 
 def test_the_reference_backend(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engine.model_runner.choose_backend", lambda *_: torch_backend.attend)
+    monkeypatch.setattr("worker.engine.kernels.choose_backend", lambda *_: torch_backend.attend)
     case.check(Loop(case.loaded, random.Random(0), num_blocks=64, max_batch_tokens=100))

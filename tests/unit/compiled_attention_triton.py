@@ -91,8 +91,9 @@ def test_the_kernels_of_the_fused_decoder_compile(architecture: str, compiled: l
     loaded = prepare_model(tiny_model(architecture).bfloat16(), None, architecture)
     caches = [(torch.zeros(8, 2, 16, 16, dtype=torch.bfloat16), torch.zeros(8, 2, 16, 16, dtype=torch.bfloat16))] * 4
     layers = list(discover_layers(loaded.model, 64).values())
-    decoder = cuda_decoder.fuse(loaded.model, loaded.config, layers, caches, 64)
+    decoder = cuda_decoder.fuse(loaded.model, loaded.config, layers, 64)
     assert decoder is not None
+    decoder.bind(caches)
     meta = make_step(Case(query_lens=(1, 5), seq_lens=(9, 5))).meta
     with torch.inference_mode():
         decoder(torch.zeros(6, dtype=torch.int64), meta.positions, meta, torch.arange(2))

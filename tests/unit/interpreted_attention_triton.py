@@ -148,7 +148,7 @@ class Reductions:
 
 def test_splits_of_both_kinds_are_launched_and_compared_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card compiles each the first time it is launched, which must not be while it serves."""
-    monkeypatch.setattr("worker.engine.model_runner.choose_backend", lambda *_: attend)
+    monkeypatch.setattr("worker.engine.kernels.choose_backend", lambda *_: attend)
     monkeypatch.setattr("worker.engine.model_runner.SPLIT_TOKENS", 300)  # the interpreter takes its time
     monkeypatch.setattr(ModelRunner, "_fuse", lambda _: None)
     reductions = Reductions()

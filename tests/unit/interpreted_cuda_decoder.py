@@ -32,8 +32,9 @@ def make_decoder(
     loaded = prepare_model(model, None, architecture)
     runner = ModelRunner(loaded, EngineConfig(num_blocks=8, max_batch_size=4, max_batch_tokens=64, attention="torch"))
     caches = [(k.clone(), v.clone()) for k, v in runner.cache.layers]
-    decoder = cuda_decoder.fuse(loaded.model, loaded.config, runner.layers, caches, loaded.max_model_len)
+    decoder = cuda_decoder.fuse(loaded.model, loaded.config, runner.layers, loaded.max_model_len)
     assert decoder is not None
+    decoder.bind(caches)
     return runner, decoder, caches
 
 
@@ -124,7 +125,7 @@ def test_a_padded_row_writes_no_block() -> None:
 def test_a_structure_that_is_not_known_is_left_to_its_modules() -> None:
     loaded = prepare_model(tiny_model("mixtral"), None, "mixtral")
     runner = ModelRunner(loaded, EngineConfig(num_blocks=8, max_batch_size=4, max_batch_tokens=64, attention="torch"))
-    assert cuda_decoder.fuse(loaded.model, loaded.config, runner.layers, runner.cache.layers, 64) is None
+    assert cuda_decoder.fuse(loaded.model, loaded.config, runner.layers, 64) is None
 
 
 def test_recognition_asks_for_multiples_only_where_they_are_needed() -> None:

@@ -37,7 +37,7 @@ def outputs(engine: Engine) -> list[list[int]]:
 
 
 def storages(engine: Engine) -> list[weakref.ref[torch.UntypedStorage]]:
-    cache = engine._runner.cache
+    cache = engine.runner.cache
     return [weakref.ref(tensor.untyped_storage()) for pair in (*cache.layers, *cache._cpu_layers) for tensor in pair]
 
 

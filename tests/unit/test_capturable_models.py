@@ -39,7 +39,7 @@ def no_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_
 def test_a_decode_step_asks_the_device_for_nothing(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = prepare_model(tiny_model(architecture), None, architecture)
     runner = ModelRunner(loaded, EngineConfig(num_blocks=32, max_batch_size=ROWS, max_batch_tokens=64))
-    monkeypatch.setattr(runner, "_backend", no_attention)
+    monkeypatch.setattr(runner._choice, "backend", no_attention)
     token_ids = torch.zeros(1, ROWS, dtype=torch.int64)
     with torch.inference_mode(), Watch() as watch:
         runner._forward(token_ids, torch.zeros_like(token_ids), decodes(), torch.arange(ROWS))

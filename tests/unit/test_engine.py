@@ -194,14 +194,14 @@ def test_every_request_failing_leaves_an_engine_that_works() -> None:
 
 
 def fail_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, fails: Callable[[StepPlan], bool]) -> None:
-    step = engine._runner.run
+    step = engine.runner.run
 
     def run_or_fail(plan: StepPlan) -> Any:
         if fails(plan):
             raise error
         return step(plan)
 
-    monkeypatch.setattr(engine._runner, "run", run_or_fail)
+    monkeypatch.setattr(engine.runner, "run", run_or_fail)
 
 
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")])

@@ -50,8 +50,9 @@ def make_model(name: str) -> Any:
 def make_decoder(model: Any, num_blocks: int = 40, cache_dtype: torch.dtype = torch.bfloat16) -> FusedDecoder:
     layers = list(discover_layers(model, 512).values())
     caches = KVCache(layers, num_blocks, 16, cache_dtype, torch.device("cpu")).layers
-    decoder = fuse(model, model.config, layers, caches, 512)
+    decoder = fuse(model, model.config, layers, 512)
     assert decoder is not None
+    decoder.bind(caches)
     return decoder
 
 

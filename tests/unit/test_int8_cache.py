@@ -13,12 +13,12 @@ from torch import Tensor
 from producer.errors import ModelUnavailable
 from tests.instruction_sets import INSTRUCTION_SETS, kernels_for
 from tests.paged_attention import Case, Step, attention_by_definition, make_step, relative_error
-from tests.tiny_engine import EOS, loaded_model, request, run, tiny_engine
+from tests.tiny_engine import EOS, loaded_model, request, run, tiny_engine, tiny_runner
 from worker.engine.attention import torch_backend
 from worker.engine.attention.cpu_backend import CpuAttention
 from worker.engine.config import SCALE_BYTES, EngineConfig
+from worker.engine.kernels import choose_backend
 from worker.engine.kv_cache import KVCache, block_bytes
-from worker.engine.model_runner import ModelRunner, choose_backend
 from worker.engine.native.library import GROUP, kernels
 from worker.engine.quantization import with_scale, without_scale
 
@@ -123,15 +123,15 @@ def test_rows_of_any_magnitude_are_written_as_the_reference_writes_them(size: fl
 
 
 def test_a_block_holds_its_scales_and_its_bytes_are_counted() -> None:
-    runner = ModelRunner(loaded_model(), EngineConfig(num_blocks=6, kv_dtype="int8", cpu_swap_blocks=2))
+    runner = tiny_runner(loaded_model(), num_blocks=6, kv_dtype="int8", cpu_swap_blocks=2)
     assert all(tensor.shape == (6, 2, 16, 16 + SCALE_BYTES) for pair in runner.cache.layers for tensor in pair)
     cache = KVCache(runner.layers, 6, 16, torch.int8, torch.device("cpu"))
     assert block_bytes(runner.layers, 16, torch.int8) * 6 == sum(tensor.nbytes for pair in cache.layers for tensor in pair)
 
 
 def test_a_budget_of_memory_holds_more_blocks() -> None:
-    budget = {"kv_memory_bytes": 1 << 20}
-    wide, narrow = (ModelRunner(loaded_model(), EngineConfig(**budget, kv_dtype=kv)).num_blocks for kv in ("auto", "int8"))
+    budget = {"num_blocks": None, "kv_memory_bytes": 1 << 20}
+    wide, narrow = (tiny_runner(loaded_model(), **budget, kv_dtype=kv).num_blocks for kv in ("auto", "int8"))
     assert narrow == (1 << 20) // (4 * 2 * 2 * 16 * (16 + SCALE_BYTES))
     assert narrow > 3 * wide  # of float32
 
@@ -182,7 +182,7 @@ def test_the_kernels_generate_what_the_reference_does(alone: list[list[int]]) ->
 
 
 def test_attention_that_cannot_read_it_is_refused() -> None:
-    runner = ModelRunner(loaded_model(), EngineConfig(num_blocks=4))
+    runner = tiny_runner(loaded_model(), num_blocks=4)
     on_gpu = replace(loaded_model(), device=torch.device("cuda"))
     for loaded, attention in ((on_gpu, "auto"), (on_gpu, "flashinfer"), (loaded_model(), "flashinfer")):
         with pytest.raises(ModelUnavailable, match=r"kv_dtype int8: .* only attention torch"):

@@ -14,12 +14,13 @@ import torch
 from producer.errors import ModelUnavailable
 from producer.sampling import SamplingParams
 from producer.wire import Kind
+from tests.tiny_engine import tiny_runner
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
-from worker.engine.config import EngineConfig
 from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.device_sampler import sample_on_device
+from worker.engine.kernels import Kernels
 from worker.engine.model_loader import LoadedModel, prepare_model
-from worker.engine.model_runner import Kernels, ModelRunner
+from worker.engine.model_runner import ModelRunner
 from worker.engine.request import Request
 from worker.engine.step import Sampled, ScheduledChunk, StepPlan
 
@@ -33,7 +34,7 @@ def own() -> Any:
 
 @pytest.fixture(scope="module")
 def shared_runner(own: Any) -> ModelRunner:
-    return ModelRunner(prepare_model(copy.deepcopy(own), None, "tiny"), EngineConfig(num_blocks=16))
+    return tiny_runner(prepare_model(copy.deepcopy(own), None, "tiny"))
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def outcome(request: Request, result: Sampled) -> list[float]:
 @pytest.mark.parametrize("kind", ["generate", "score", "embed"])
 def test_a_request_of_nan_fails_alone_and_its_blocks_harm_nobody_later(own: Any, kind: Kind) -> None:
     model = copy.deepcopy(own)
-    runner = ModelRunner(prepare_model(model, None, "tiny"), EngineConfig(num_blocks=16))
+    runner = tiny_runner(prepare_model(model, None, "tiny"))
     asked = requests(kind, score_start=1)
     expected = [outcome(*pair) for pair in zip(asked, run_in_chunks(runner, asked, 7), strict=True)]
 
@@ -162,12 +163,12 @@ def test_a_step_that_fails_changes_no_request_and_may_be_run_again(runner: Model
 
 
 def test_it_says_what_serves(own: Any) -> None:
-    runner = ModelRunner(prepare_model(copy.deepcopy(own), None, "tiny"), EngineConfig(num_blocks=16, attention="torch"))
+    runner = tiny_runner(prepare_model(copy.deepcopy(own), None, "tiny"), attention="torch")
     assert runner.kernels == Kernels(attention="torch", fused=False, cuda_graphs=False)
 
 
 def test_the_probe_leaves_the_cache_clean(own: Any) -> None:
-    runner = ModelRunner(prepare_model(copy.deepcopy(own), None, "tiny"), EngineConfig(num_blocks=16))
+    runner = tiny_runner(prepare_model(copy.deepcopy(own), None, "tiny"))
     assert not any(tensor.any() for pair in runner.cache.layers for tensor in pair)
 
 
@@ -176,7 +177,7 @@ def test_two_runners_may_be_made_and_run_in_two_threads(architecture: str) -> No
     models = [prepare_model(tiny_model(architecture, seed), None, "tiny") for seed in (0, 1)]
 
     def serve(loaded: LoadedModel) -> list[Sampled]:
-        runner = ModelRunner(loaded, EngineConfig(num_blocks=16))
+        runner = tiny_runner(loaded)
         return [result for _ in range(10) for result in run_in_chunks(runner, requests("generate"), 7)]
 
     expected = [serve(loaded) for loaded in models]
@@ -190,10 +191,10 @@ def test_bfloat16_that_turned_out_slow_is_warned_of(
     own: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, instructions: bool, warns: bool
 ) -> None:
     """As where a model of an architecture that our kernels run has a size that they do not."""
-    monkeypatch.setattr("worker.engine.model_runner.computes_bfloat16", lambda _: instructions)
+    monkeypatch.setattr("worker.engine.kernels.computes_bfloat16", lambda _: instructions)
     loaded = prepare_model(copy.deepcopy(own).to(torch.bfloat16), None, "tiny")
     with structlog.testing.capture_logs() as log:
-        ModelRunner(loaded, EngineConfig(num_blocks=16, dtype=dtype, attention="torch"))
+        tiny_runner(loaded, dtype=dtype, attention="torch")
     assert any("float32 is faster" in line["event"] for line in log) is warns
 
 
@@ -211,7 +212,7 @@ def test_a_model_whose_steps_cannot_be_captured_runs_without_graphs(
     monkeypatch.setattr(ModelRunner, "_captures", lambda _: True)
     monkeypatch.setattr("worker.engine.model_runner.DecodeGraphs", refuse)
     with structlog.testing.capture_logs() as log:
-        runner = ModelRunner(prepare_model(copy.deepcopy(own), None, "tiny"), EngineConfig(num_blocks=16))
+        runner = tiny_runner(prepare_model(copy.deepcopy(own), None, "tiny"))
     assert [line["error"] for line in log if "without CUDA graphs" in line["event"]] == [error.__name__]
     assert len(run_in_chunks(runner, requests("generate"), 7)) == len(LENGTHS)
 
@@ -219,7 +220,7 @@ def test_a_model_whose_steps_cannot_be_captured_runs_without_graphs(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_step_that_is_measured_yields_logits_that_can_be_sampled(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `_step_bytes` measures on CUDA, of every kind of model."""
-    runner = ModelRunner(prepare_model(tiny_model(architecture), None, "tiny"), EngineConfig(num_blocks=32, max_batch_size=3))
+    runner = tiny_runner(prepare_model(tiny_model(architecture), None, "tiny"), num_blocks=32, max_batch_size=3)
     sampled = []
     monkeypatch.setattr("worker.engine.model_runner.sample_on_device", lambda *given: sampled.append(sample_on_device(*given)))
     monkeypatch.setattr("worker.engine.model_runner.peak_memory_bytes", lambda _, work: work() or 1)

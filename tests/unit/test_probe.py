@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from producer.errors import ModelUnavailable
+from tests.tiny_engine import tiny_runner
 from tests.tiny_models import tiny_model
 from worker.engine.attention.interface import AttentionBackend
 from worker.engine.attention.layers import discover_layers
 from worker.engine.attention.torch_backend import attend
-from worker.engine.config import EngineConfig
 from worker.engine.model_loader import prepare_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.probe import check_class, check_config
@@ -85,7 +85,7 @@ def test_models_with_attention_of_their_own_are_refused(model_type: str, reason:
 
 
 def runner_of(model: PreTrainedModel, **settings: Any) -> ModelRunner:
-    return ModelRunner(prepare_model(model, None, "tiny"), EngineConfig(**{"num_blocks": 16, **settings}))
+    return tiny_runner(prepare_model(model, None, "tiny"), **settings)
 
 
 @pytest.mark.parametrize("window", [7, 9, None])
@@ -173,9 +173,9 @@ def test_the_numbers_catch_a_broken_backend(name: str, monkeypatch: pytest.Monke
     if architecture == "gpt_oss":
         for layer in model.model.layers:
             layer.self_attn.sinks.data.fill_(2.0)
-    monkeypatch.setattr("worker.engine.model_runner.choose_backend", lambda *_: attend)
+    monkeypatch.setattr("worker.engine.kernels.choose_backend", lambda *_: attend)
     runner_of(model)
-    monkeypatch.setattr("worker.engine.model_runner.choose_backend", lambda *_: backend)
+    monkeypatch.setattr("worker.engine.kernels.choose_backend", lambda *_: backend)
     with pytest.raises(ModelUnavailable, match="its logits differ by"):
         runner_of(model)
 
@@ -185,7 +185,7 @@ def test_rounding_of_bfloat16_is_told_from_what_is_wrong(name: str, monkeypatch:
     architecture, backend = BREAKS[name]
     model = tiny_model(architecture).to(torch.bfloat16)
     runner_of(model)
-    monkeypatch.setattr("worker.engine.model_runner.choose_backend", lambda *_: backend)
+    monkeypatch.setattr("worker.engine.kernels.choose_backend", lambda *_: backend)
     with pytest.raises(ModelUnavailable, match="its logits differ by"):
         runner_of(model)
 
@@ -204,6 +204,6 @@ def test_rounding_of_bfloat16_is_told_from_what_is_wrong(name: str, monkeypatch:
 )
 def test_the_probe_fits_into_any_engine(settings: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     runner_of(tiny_model("llama"), **settings)
-    monkeypatch.setattr("worker.engine.model_runner.choose_backend", lambda *_: broken(scale=lambda scale: scale * 1.1))
+    monkeypatch.setattr("worker.engine.kernels.choose_backend", lambda *_: broken(scale=lambda scale: scale * 1.1))
     with pytest.raises(ModelUnavailable, match="its logits differ by"):
         runner_of(tiny_model("llama"), **settings)

@@ -86,7 +86,7 @@ def test_a_step_is_measured_with_its_own_tokens_and_with_what_the_device_waited_
     engine = make_engine(run_ahead=True)
     clock_s = [0.0]
     monkeypatch.setattr(run_ahead.time, "monotonic", lambda: clock_s[0])
-    launcher = engine._runner.run_ahead
+    launcher = engine.runner.run_ahead
     assert launcher is not None
     forward = launcher._forward
 
@@ -208,14 +208,14 @@ def test_a_step_that_cannot_be_launched_ends_the_culprit_alone(monkeypatch: pyte
     engine = make_engine(run_ahead=True)
     requests = [make_request(i, max_tokens=10, **GREEDY) for i in range(4)]
     culprit = requests[2].prompt_token_ids[0]
-    forward = engine._runner.forward
+    forward = engine.runner.forward
 
     def fail(input_ids: Tensor, positions: Tensor, *rest: Any) -> Any:
         if bool(((input_ids == culprit) & (positions == 0)).any()):
             raise RuntimeError("boom")
         return forward(input_ids, positions, *rest)
 
-    monkeypatch.setattr(engine._runner, "forward", fail)
+    monkeypatch.setattr(engine.runner, "forward", fail)
     outputs = run(engine, requests)
     assert [o.request.id for o in outputs if o.error_code] == ["r2"]
     assert [len(request.output_token_ids) for request in requests] == [10, 10, 0, 10]
@@ -226,7 +226,7 @@ def test_a_row_that_is_not_finite_fails_and_harms_no_other() -> None:
     engine = make_engine(run_ahead=True)
     requests = [make_request(i, max_tokens=6, **GREEDY) for i in range(3)]
     broken = requests[1]
-    launcher = engine._runner.run_ahead
+    launcher = engine.runner.run_ahead
     assert launcher is not None
     forward = launcher._forward
 
@@ -236,7 +236,7 @@ def test_a_row_that_is_not_finite_fails_and_harms_no_other() -> None:
             logits[1] = torch.nan
         return logits
 
-    engine._runner.run_ahead = RunAhead((engine._runner._inputs, engine._runner._make_inputs()), spoil, engine._runner.clock)
+    engine.runner.run_ahead = RunAhead((engine.runner._inputs, engine.runner._make_inputs()), spoil, engine.runner.clock)
     outputs = run(engine, requests)
     assert [(o.request.id, o.error_code) for o in outputs if o.error_code] == [("r1", "BATCH_FAILED")]
     assert [len(request.output_token_ids) for request in requests] == [6, 2, 6]

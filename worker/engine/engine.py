@@ -44,6 +44,9 @@ class Engine:
     Args:
         loaded: a model that is in memory already; None loads ``config.model``.
 
+    Attributes:
+        runner: the model and its KV cache.
+
     Raises:
         ModelUnavailable: the model cannot be loaded, or would be run wrongly.
     """
@@ -51,11 +54,11 @@ class Engine:
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self.last_step: StepStats | None = None
         self._loaded = loaded or load_model(config)
-        self._runner = ModelRunner(self._loaded, config)
-        self._clock = self._runner.clock
-        self.config = self._runner.config  # with what the device decides
+        self.config = config.for_device(self._loaded.device.type)
+        self.runner = ModelRunner(self._loaded, self.config)
+        self._clock = self.runner.clock
         if loaded is None:  # one that was given may serve others too
-            self._runner.free_unused_weights()
+            self.runner.free_unused_weights()
         self.inputs = _make_inputs(self._loaded, config.seed)
         self._make_scheduler()
         self._requests: dict[str, Request] = {}
@@ -84,12 +87,12 @@ class Engine:
 
     @property
     def kernels(self) -> Mapping[str, str | bool]:
-        """What serves its steps: the fields of `model_runner.Kernels`."""
-        return self._runner.kernels._asdict()
+        """What serves its steps: the fields of `kernels.Kernels`."""
+        return self.runner.kernels._asdict()
 
     def decoder_seconds(self) -> dict[str, float]:
         """As `ModelRunner.decoder_seconds`."""
-        return self._runner.decoder_seconds()
+        return self.runner.decoder_seconds()
 
     def add(self, request: Request) -> None:
         """Take a request in; one that brings output goes on behind it.
@@ -129,7 +132,7 @@ class Engine:
         Raises:
             FatalDeviceError: the device is lost. Whatever else is raised is a fault of ours.
         """
-        with self._runner.on_device:
+        with self.runner.on_device:
             return self._step()
 
     def has_work(self) -> bool:
@@ -148,8 +151,8 @@ class Engine:
         """Give back the memory of the KV cache, cached prefixes included, while there is no work; none may come until `restore_cache`."""
         assert not self.has_work(), "a request would lose what it has computed"
         self._pending = None
-        with self._runner.on_device:
-            self._runner.release_cache()
+        with self.runner.on_device:
+            self.runner.release_cache()
 
     def restore_cache(self) -> None:
         """Make an empty KV cache in the place of the one there is, while there is no work: as large as settings and free memory allow.
@@ -159,12 +162,12 @@ class Engine:
         """
         assert not self.has_work(), "a request would lose what it has computed"
         self._pending = None
-        with self._runner.on_device:
-            self._runner.restore_cache()
+        with self.runner.on_device:
+            self.runner.restore_cache()
         self._make_scheduler()
 
     def _make_scheduler(self) -> None:
-        runner = self._runner
+        runner = self.runner
         self._scheduler = Scheduler(
             self.config, runner.num_blocks, runner.num_cpu_blocks, self._loaded.max_model_len, costs=runner.preemption_costs
         )
@@ -220,10 +223,10 @@ class Engine:
         self._clock.start()
         outputs = self._take_ended_early()
         plan = self._scheduler.schedule()
-        self._runner.copy_blocks(plan)
+        self.runner.copy_blocks(plan)
         self._clock.lap("schedule")
         if plan.chunks:
-            outputs += self._run_now(plan) if self._runner.run_ahead is None else self._run_ahead(plan, self._runner.run_ahead)
+            outputs += self._run_now(plan) if self.runner.run_ahead is None else self._run_ahead(plan, self.runner.run_ahead)
         elif self._pending is not None:
             outputs += self._collect()
         elif not outputs:
@@ -243,7 +246,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> list[StepOutput]:
         try:
-            results = self._runner.run(plan)
+            results = self.runner.run(plan)
         except Exception as error:
             return self._isolate(plan, error)
         self._scheduler.advance(plan)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import Tensor
 
-from producer.errors import ModelUnavailable
 from producer.sampling import SamplingParams
-from worker.engine.attention import cpu_backend, flashinfer_backend, torch_backend
-from worker.engine.attention.interface import AttentionBackend, PagedContext, paged_context
-from worker.engine.attention.layers import AttentionLayer, discover_layers, run_without_attention
+from worker.engine.attention.interface import PagedContext, paged_context
+from worker.engine.attention.layers import discover_layers, run_without_attention
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.config import CUDA_GRAPH_BYTES, EngineConfig
 from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.device_sampler import sample_on_device
-from worker.engine.fused.decoder import FusedDecoder, fuse
 from worker.engine.input_batch import InputBatch, StepInputs
+from worker.engine.kernels import KernelChoice, Kernels
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes, peak_memory_bytes
-from worker.engine.model_loader import LoadedModel, computes_bfloat16
+from worker.engine.model_loader import LoadedModel
 from worker.engine.preemption import PreemptionCosts
 from worker.engine.probe import SPLIT_TOKENS, TOKENS, Forward, check_numbers
 from worker.engine.request import Request
@@ -38,18 +34,6 @@ log = structlog.get_logger("headrace.engine")
 _NO_LOGITS = torch.empty(0, 0)
 
 
-class Decoder(Protocol):
-    """A fused decoder over a paged cache."""
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``[T]``, ``[T]``, metadata, rows whose logits are wanted; to logits ``[rows, vocab]`` and hidden states ``[T, hidden]``."""
-        ...
-
-    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compute over these caches, (K, V) of each layer in order, from now on."""
-        ...
-
-
 class ForwardOutput(NamedTuple):
     """What the model computed.
 
@@ -62,25 +46,10 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor
 
 
-class Kernels(NamedTuple):
-    """What serves the steps.
-
-    Attributes:
-        attention: the name of the backend: ``cpu``, ``triton``, ``flashinfer`` or ``torch``.
-        fused: a fused decoder computes the layers, not the model's own modules.
-        cuda_graphs: decode steps are replayed as captured graphs.
-    """
-
-    attention: str
-    fused: bool
-    cuda_graphs: bool
-
-
 class ModelRunner:
     """Owns the model, the KV cache and the step's buffers; used by the engine's thread alone.
 
     Attributes:
-        config: the settings, with what the device decides.
         on_device: to be entered around whatever is called from another thread than this was made in: what Triton launches goes to the
             thread's device, wherever the tensors lie.
         clock: where the thread's time goes.
@@ -93,6 +62,7 @@ class ModelRunner:
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        assert config.max_batch_tokens, "see EngineConfig.for_device"
         is_cuda = loaded.device.type == "cuda"
         if is_cuda:
             torch.cuda.set_device(loaded.device)
@@ -101,33 +71,30 @@ class ModelRunner:
         self._model: Any = loaded.model
         self._hidden: Tensor | None = None
         self._model.get_decoder().register_forward_hook(self._keep_hidden)
-        self.config = config = config.for_device(loaded.device.type)
+        self._config = config
         self._modules = discover_layers(loaded.model, loaded.max_model_len)
         self.layers = list(self._modules.values())
         self._cache_dtype = torch.int8 if config.kv_dtype == "int8" else loaded.dtype
         self.num_cpu_blocks = config.cpu_swap_blocks
-        self._backend = choose_backend(loaded, self.layers, config)
+        self._choice = KernelChoice(loaded, self.layers, config)
         self.preemption_costs = self._preemption_costs() if is_cuda else None
         self._sampler = Sampler()
         self.clock = StepClock()
         self._graphs: DecodeGraphs | None = None
-        self._fused: Decoder | None = None
-        self._use(self._empty_cache())
-        self._fused = self._fuse()
         self._make_cache()
         self._probe()
-        self._warn_of_slow_dtype()
+        self._choice.warn_of_slow_dtype()
         self._capture()
 
     @property
     def kernels(self) -> Kernels:
         """What serves now; whatever failed when it was tried has given way."""
-        return Kernels(_name_of(self._backend), self._fused is not None, self._graphs is not None)
+        return Kernels(self._choice.attention, self._choice.decoder is not None, self._graphs is not None)
 
     def release_cache(self) -> None:
         """Give back the memory of the KV cache, with what it holds, and of the graphs over it. No step until `restore_cache`."""
         self._graphs = None
-        self._use(self._empty_cache())
+        self._use(KVCache(self.layers, 0, self._config.block_size, self._cache_dtype, self._loaded.device))
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -143,7 +110,7 @@ class ModelRunner:
 
     def _make_cache(self) -> None:
         """The cache, and whatever depends on its size."""
-        config, loaded = self.config, self._loaded
+        config, loaded = self._config, self._loaded
         self.num_blocks = self._choose_num_blocks()
         self._use(KVCache(self.layers, self.num_blocks, config.block_size, self._cache_dtype, loaded.device, self.num_cpu_blocks))
         self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
@@ -154,18 +121,15 @@ class ModelRunner:
     def _use(self, cache: KVCache) -> None:
         self.cache = cache
         self._caches = dict(zip(self._modules, cache.layers, strict=True))
-        if self._fused is not None:
-            self._fused.bind(cache.layers)
+        if self._choice.decoder is not None:
+            self._choice.decoder.bind(cache.layers)
 
     def _preemption_costs(self) -> PreemptionCosts:
         num_weights = sum(weights.numel() for weights in (*self._model.parameters(), *self._model.buffers()))
-        return PreemptionCosts.on_cuda(num_weights, block_bytes(self.layers, self.config.block_size, self._cache_dtype))
-
-    def _empty_cache(self) -> KVCache:
-        return KVCache(self.layers, 0, self.config.block_size, self._cache_dtype, self._loaded.device)
+        return PreemptionCosts.on_cuda(num_weights, block_bytes(self.layers, self._config.block_size, self._cache_dtype))
 
     def _make_inputs(self) -> InputBatch:
-        config = self.config
+        config = self._config
         return InputBatch(
             max_tokens=config.max_batch_tokens,
             max_requests=config.max_batch_size,
@@ -174,30 +138,15 @@ class ModelRunner:
             device=self._loaded.device,
         )
 
-    def _fuse(self) -> Decoder | None:
-        """The fused decoder of the device and the backend, if the model is one that it computes."""
-        loaded = self._loaded
-        arguments = loaded.model, loaded.config, self.layers, self.cache.layers, loaded.max_model_len
-        if isinstance(self._backend, cpu_backend.CpuAttention):
-            return fuse(*arguments)
-        if self._runs_triton():
-            from worker.engine.fused import cuda_decoder  # needs Triton
-
-            return cuda_decoder.fuse(*arguments)
-        return None
-
-    def _runs_triton(self) -> bool:
-        return not isinstance(self._backend, cpu_backend.CpuAttention) and self._backend is _triton_attention()
-
     def _captures(self) -> bool:
         """Whether decode steps are to be captured."""
-        return self.config.cuda_graphs and self._loaded.device.type == "cuda" and self._runs_triton()
+        return self._config.cuda_graphs and self._loaded.device.type == "cuda" and self._choice.runs_triton()
 
     def _capture(self) -> None:
         """Capture decode steps, if they are to be, and check what they compute; a model whose steps cannot be runs without."""
         if not self._captures():
             return
-        config = self.config
+        config = self._config
         try:
             graphs = DecodeGraphs(self._forward, config.max_batch_size, self._max_blocks, config.block_size, self._loaded.device)
             graphs.capture_all()
@@ -208,7 +157,7 @@ class ModelRunner:
             self._graphs = None
 
     def _choose_num_blocks(self) -> int:
-        config, device = self.config, self._loaded.device
+        config, device = self._config, self._loaded.device
         reserved = self._step_bytes() if device.type == "cuda" else 0
         if self._captures():
             reserved += CUDA_GRAPH_BYTES
@@ -218,7 +167,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _step_bytes(self) -> int:
         """Most memory of a CUDA device that a full step takes beside weights and cache, outside of attention; sampling is in it."""
-        config, params = self.config, SamplingParams(top_p=0.5)
+        config, params = self._config, SamplingParams(top_p=0.5)
         requests = [Request("sampled", [0], params, 1)] * config.max_batch_size
 
         def step() -> None:
@@ -230,12 +179,13 @@ class ModelRunner:
 
     def decoder_seconds(self) -> dict[str, float]:
         """Where the time of all steps so far went within the fused decoder; empty where none tells."""
-        return self._fused.phase_seconds() if isinstance(self._fused, FusedDecoder) else {}
+        decoder = self._choice.native_decoder
+        return decoder.phase_seconds() if decoder is not None else {}
 
     def free_unused_weights(self) -> None:
         """Free those weights of the model's own modules that steps do not read; no other runner may be made of the model after it."""
-        if isinstance(self._fused, FusedDecoder):
-            self._fused.release()
+        if (decoder := self._choice.native_decoder) is not None:
+            decoder.release()
 
     def _probe(self) -> None:
         """Check what the model computes here. The fastest way is tried first; one that fails gives way to the next."""
@@ -243,35 +193,17 @@ class ModelRunner:
             try:
                 return self._check_numbers()
             except Exception as error:
-                if not self._give_way(error):
+                if not self._choice.give_way(error):
                     raise
-
-    def _warn_of_slow_dtype(self) -> None:
-        loaded = self._loaded
-        if self._fused is None and self.config.dtype == "auto" and loaded.dtype == torch.bfloat16 and not computes_bfloat16(loaded.device):
-            log.warning("the model's own modules compute in bfloat16, which this device has no instructions for: float32 is faster")
-
-    def _give_way(self, error: Exception) -> bool:
-        """Do without the fastest part of what has failed; False where there is nothing left to do without."""
-        reason = {"error": type(error).__name__, "reason": str(error)[:500]}
-        if self._fused is not None:
-            log.error("the fused decoder fails: the model's own modules serve", **reason)
-            self._fused = None
-        elif self._loaded.device.type == "cuda" and self._backend is not torch_backend.attend:
-            log.error("the attention kernels fail: the reference serves", **reason)
-            self._backend = torch_backend.attend
-        else:
-            return False
-        return True
 
     def _check_numbers(self) -> None:
         self._compare(self._logits, TOKENS)
-        if self._runs_triton():
+        if self._choice.runs_triton():
             self._compare(self._logits_beside_the_longest, SPLIT_TOKENS)
 
     def _compare(self, forward: Forward, min_tokens: int) -> None:
         """Compare what a forward computes of sequences of so many tokens with the model's own attention."""
-        config = self.config
+        config = self._config
         num_blocks = min(self.num_blocks, 64)
         check_numbers(
             self._model,
@@ -301,8 +233,9 @@ class ModelRunner:
         wanted = WantedRows(plan.chunks, inputs.token_starts)
         rows = torch.tensor(wanted.rows, dtype=torch.int64, device=self._loaded.device)
         self.clock.lap("inputs")
-        if isinstance(self._fused, FusedDecoder) and wanted.only_likeliest():
-            token_ids, hidden = self._fused.likeliest(inputs.input_ids[0], inputs.positions[0], inputs.meta, rows)
+        decoder = self._choice.native_decoder
+        if decoder is not None and wanted.only_likeliest():
+            token_ids, hidden = decoder.likeliest(inputs.input_ids[0], inputs.positions[0], inputs.meta, rows)
             output, sample = ForwardOutput(_NO_LOGITS, hidden), sample_chosen(token_ids)
         else:
             output, sample = self.forward(inputs.input_ids, inputs.positions, inputs.meta, rows), self._sampler
@@ -324,9 +257,9 @@ class ModelRunner:
         return self._forward(input_ids, positions, meta, logits_rows)
 
     def _forward(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> ForwardOutput:
-        if self._fused is not None:
-            return ForwardOutput(*self._fused(input_ids[0], positions[0], meta, logits_rows))
-        with paged_context(PagedContext(meta, self._backend, self._caches)):
+        if self._choice.decoder is not None:
+            return ForwardOutput(*self._choice.decoder(input_ids[0], positions[0], meta, logits_rows))
+        with paged_context(PagedContext(meta, self._choice.backend, self._caches)):
             output = self._model(input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_rows)
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "the decoder was not called"
@@ -342,42 +275,3 @@ class ModelRunner:
 
     def _keep_hidden(self, _module: Any, _args: Any, output: Any) -> None:
         self._hidden = output.last_hidden_state[0]
-
-
-def choose_backend(loaded: LoadedModel, layers: list[AttentionLayer], config: EngineConfig) -> AttentionBackend:
-    """The attention backend that is wanted; by default the fastest of ours that serves every layer.
-
-    Raises:
-        ModelUnavailable: it is not installed, or does not serve the model or the cache's dtype.
-    """
-    device, wanted = loaded.device, config.attention
-    if config.kv_dtype == "int8" and wanted != "torch" and (wanted == "flashinfer" or device.type == "cuda"):
-        raise ModelUnavailable("kv_dtype int8: of the kernels for this device only attention torch reads such a cache")
-    if wanted == "flashinfer":
-        if not flashinfer_backend.supports(layers, loaded.dtype, device):
-            raise ModelUnavailable("attention: flashinfer is not installed, or has no kernels for this model and device")
-        return flashinfer_backend.FlashInferAttention(device)
-    if wanted == "auto" and device.type == "cpu" and _cpu_kernels_serve(layers, loaded.dtype, config.block_size):
-        return cpu_backend.CpuAttention()
-    triton_attention = _triton_attention()
-    if wanted == "auto" and device.type == "cuda" and triton_attention is not None:
-        return triton_attention
-    return torch_backend.attend
-
-
-def _name_of(backend: AttentionBackend) -> str:
-    """That of its module, which is ``<name>_backend``."""
-    return backend.__module__.rpartition(".")[2].removesuffix("_backend")
-
-
-def _triton_attention() -> AttentionBackend | None:
-    """Our kernels for CUDA. None without Triton, which comes with a torch for CUDA, but not with every torch."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from worker.engine.attention import triton_backend
-
-    return triton_backend.attend
-
-
-def _cpu_kernels_serve(layers: list[AttentionLayer], dtype: torch.dtype, block_size: int) -> bool:
-    return all(cpu_backend.supports(dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size) for layer in layers)

@@ -29,19 +29,17 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 log = structlog.get_logger("headrace.engine")
 
 
-def fuse(
-    model: Any, config: Any, attention: Sequence[AttentionLayer], caches: Sequence[tuple[Tensor, Tensor]], max_positions: int
-) -> CudaDecoder | None:
+def fuse(model: Any, config: Any, attention: Sequence[AttentionLayer], max_positions: int) -> CudaDecoder | None:
     """The fused decoder of a transformers model, or None where its structure is not one that is computed here (logged).
 
-    Arguments as of `structure.recognise` and `CudaDecoder`.
+    Arguments as of `structure.recognise`.
     """
     try:
         structure = recognise(model, config, attention, max_positions, _DTYPES, multiple=1)
     except NotRecognised as reason:
         log.info("no fused decoder, the model's own modules serve", reason=str(reason))
         return None
-    return CudaDecoder(structure, caches)
+    return CudaDecoder(structure)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,22 +67,21 @@ class _Layer:
 
 
 class CudaDecoder:
-    """Computes steps over a paged cache; nothing in it waits for the device, so its steps may be captured.
+    """Computes steps over a paged cache, once it is bound to one; nothing in it waits for the device, so its steps may be captured.
 
     The linear layers that it merges become views of the merged ones: the model's modules go on working, on the same memory.
-
-    Args:
-        caches: (K, V) of each layer, in order, as `attention.triton_backend` takes them.
     """
 
-    def __init__(self, structure: DecoderStructure, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, structure: DecoderStructure) -> None:
         self._structure = structure
         self._layers = [_merge_layer(layer) for layer in structure.layers]
         self._head = _merge([structure.head])
-        self.bind(caches)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compute over these caches, (K, V) of each layer in order, from now on; the ones before are let go."""
+        """Compute over these caches, as `attention.triton_backend` takes them, (K, V) of each layer in order, from now on.
+
+        The ones before are let go.
+        """
         self._caches = list(caches)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,19 +31,17 @@ from worker.engine.quantization import store_weight, stored_weight
 log = structlog.get_logger("headrace.engine")
 
 
-def fuse(
-    model: Any, config: Any, attention: Sequence[AttentionLayer], caches: Sequence[tuple[Tensor, Tensor]], max_positions: int
-) -> FusedDecoder | None:
+def fuse(model: Any, config: Any, attention: Sequence[AttentionLayer], max_positions: int) -> FusedDecoder | None:
     """The fused decoder of a transformers model, or None where its structure is not one that is computed natively (logged).
 
-    Arguments as of `structure.recognise` and `FusedDecoder`.
+    Arguments as of `structure.recognise`.
     """
     try:
         structure = recognise(model, config, attention, max_positions)
     except NotRecognised as reason:
         log.info("no fused decoder, the model's own modules serve", reason=str(reason))
         return None
-    return FusedDecoder(structure, caches)
+    return FusedDecoder(structure)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,20 +53,15 @@ class _PackedLayer:
 
 
 class FusedDecoder:
-    """Computes steps over a paged cache. Not for two threads at once: it owns its buffers.
+    """Computes steps over a paged cache, once it is bound to one. Not for two threads at once: it owns its buffers."""
 
-    Args:
-        caches: (K, V) of each layer, in order.
-    """
-
-    def __init__(self, structure: DecoderStructure, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, structure: DecoderStructure) -> None:
         lib = kernels()
         assert lib is not None, "the attention backend was chosen without kernels"
         self._lib = lib
         self._structure = structure
         self._packed = [_pack_layer(layer) for layer in structure.layers]
         self._head = pack_stacked([structure.head])
-        self.bind(caches)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0, structure.head.out_features)
         self._phase_seconds = torch.zeros(len(PHASES), dtype=torch.float64)
