@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.metadata import StepMetadata
 
 
@@ -101,7 +102,7 @@ def make_step(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     tables = _block_tables(case, spare_blocks).to(device)
-    num_blocks = sum(-(-length // case.block_size) for length in case.seq_lens) + spare_blocks
+    num_blocks = sum(ceil_div(length, case.block_size) for length in case.seq_lens) + spare_blocks
     shape = (num_blocks, case.num_kv_heads, case.block_size)
     k_cache = torch.full((*shape, case.head_dim), torch.nan, dtype=dtype, device=device)
     v_cache = torch.full((*shape, case.value_dim), torch.nan, dtype=dtype, device=device)
@@ -167,7 +168,7 @@ def _slots(table: Tensor, positions: Tensor, block_size: int) -> tuple[Tensor, T
 
 
 def _block_tables(case: Case, spare_blocks: int) -> Tensor:
-    counts = [-(-length // case.block_size) for length in case.seq_lens]
+    counts = [ceil_div(length, case.block_size) for length in case.seq_lens]
     order = torch.randperm(sum(counts) + spare_blocks, generator=torch.Generator().manual_seed(case.seed)).int()
     tables = torch.full((len(counts), max(counts) + 1), 2**30, dtype=torch.int32)  # a read past a table ends the test
     start = 0

@@ -190,7 +190,7 @@ class Simulation:
     def _check_plan(self, plan: StepPlan, owing_one: list[Request]) -> None:
         size, blocks = self.config.block_size, self.scheduler._blocks
         assert plan.num_tokens <= self.config.max_batch_tokens
-        assert self.scheduler.num_running <= self.config.max_batch_size
+        assert len(self.scheduler._running) <= self.config.max_batch_size
         singles = [chunk.num_tokens == 1 for chunk in plan.chunks]
         assert singles == sorted(singles, reverse=True), "decodes come first"
         planned = {chunk.request for chunk in plan.chunks}
@@ -236,8 +236,8 @@ class Simulation:
         for guaranteed, outstanding in ((True, blocks._outstanding_guaranteed), (False, blocks._outstanding_best_effort)):
             assert outstanding == sum(r.max_blocks - len(r.block_ids) for r in running if r.guaranteed is guaranteed)
         assert blocks.num_committed <= pool.num_blocks, "more promised than there is"
-        assert self.scheduler.num_running == len(running)
-        assert self.scheduler.num_waiting == len(self.live) - len(running)
+        assert len(self.scheduler._running) == len(running)
+        assert len(self.scheduler._queues) == len(self.live) - len(running)
         held = [b for r in self.live for b in r.cpu_block_ids]
         assert len(held) == len(set(held))
         assert blocks.cpu_pool.num_free + len(held) == blocks.cpu_pool.num_blocks

@@ -82,4 +82,4 @@ def assert_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.used_blocks == 0
     assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
-    assert stats.running_realtime + stats.running_batch + stats.waiting_realtime + stats.waiting_batch == 0
+    assert stats.num_held == 0

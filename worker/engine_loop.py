@@ -216,8 +216,7 @@ class EngineLoop:
 
     def _publish_stats(self, engine: EngineLike) -> None:
         stats = engine.stats()
-        held = stats.running_realtime + stats.running_batch + stats.waiting_realtime + stats.waiting_batch
-        self.progress.turn(held)
+        self.progress.turn(stats.num_held)
         with self._turned:
             self.stats = stats
             self._room = {tier: engine.room(tier) for tier in TIERS}

@@ -112,8 +112,7 @@ class Intake:
     @property
     def starving(self) -> bool:
         """Whether more could run at once, of both tiers, and there is nothing to be had. May be read from any thread."""
-        stats = self._loop.stats
-        held = stats.running_realtime + stats.running_batch + stats.waiting_realtime + stats.waiting_batch
+        held = self._loop.stats.num_held
         return self._found_nothing and held < self._loop.engine.config.max_batch_size and all(self._loop.room().values())
 
     def share(self, recipient: str) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from worker.engine.config import CUDA_BATCH_TOKENS, CUDA_GRAPH_BYTES, GPU_KV_SHARE, SCALE_BYTES
+from worker.engine.arithmetic import ceil_div
+from worker.engine.config import CUDA_BATCH_TOKENS, CUDA_GRAPH_BYTES, GPU_KV_SHARE, SCALE_BYTES, most_blocks
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = GIB // 2  # driver, kernels, cuBLAS workspace
@@ -132,7 +133,7 @@ def size(
     kv_bytes_per_token = shape.kv_bytes_per_token(dtype_bytes, int8=int8_cache)
     block_bytes = kv_bytes_per_token * block_size
     free = memory_bytes - CUDA_CONTEXT_BYTES - weight_bytes
-    usable_blocks = max_batch_size * -(-shape.max_model_len // block_size)
+    usable_blocks = most_blocks(max_batch_size, shape.max_model_len, block_size)
     step_bytes = shape.step_bytes(dtype_bytes, max_batch_size, max_batch_tokens)
     taken_bytes = step_bytes + CUDA_GRAPH_BYTES
     num_blocks = min(max(0, int((free - taken_bytes) * GPU_KV_SHARE)) // block_bytes, usable_blocks)
@@ -150,7 +151,7 @@ def size(
         block_bytes=block_bytes,
         num_blocks=num_blocks,
         num_tokens=num_blocks * block_size,
-        concurrency={n: min(max_batch_size, num_blocks // -(-n // block_size)) for n in _lengths(shape.max_model_len)},
+        concurrency={n: min(max_batch_size, num_blocks // ceil_div(n, block_size)) for n in _lengths(shape.max_model_len)},
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from triton.testing import do_bench
 
 from tests.paged_attention import Case, Step, make_step
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention import flashinfer_backend, triton_backend
 from worker.engine.cuda_graphs import CudaGraphRecorder
 
@@ -173,7 +174,7 @@ def _flash_attn(step: Step) -> Run:
     from flash_attn import flash_attn_varlen_func
 
     case, page = step.case, 256
-    counts = [-(-length // page) for length in case.seq_lens]
+    counts = [ceil_div(length, page) for length in case.seq_lens]
     shape = (sum(counts), page, case.num_kv_heads)
     keys = torch.randn(*shape, case.head_dim, device="cuda", dtype=torch.bfloat16)
     values = torch.randn(*shape, case.value_dim, device="cuda", dtype=torch.bfloat16)

@@ -25,6 +25,7 @@ from producer.errors import ContextLengthExceeded
 from producer.load.plots import draw
 from producer.load.report import Panel, Series
 from producer.sampling import SamplingParams
+from worker.engine.arithmetic import ceil_div
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.request import Request
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def load_engine(model: str) -> Engine:
     """An engine whose KV cache holds the largest point. No prefix cache: every context is to be computed."""
     points = [*((batch, PROMPT_TOKENS) for batch in BATCHES), *((CONTEXT_BATCH, context) for context in CONTEXTS)]
-    blocks = [batch * -(-(context + _output_tokens(batch, context)) // BLOCK_SIZE) for batch, context in points]
+    blocks = [batch * ceil_div(context + _output_tokens(batch, context), BLOCK_SIZE) for batch, context in points]
     config = EngineConfig(
         model=model, max_batch_tokens=BATCH_TOKENS, block_size=BLOCK_SIZE, num_blocks=max(blocks), enable_prefix_caching=False
     )
@@ -131,7 +132,7 @@ def _contexts(engine: Engine) -> Iterator[Point]:
 
 def _output_tokens(batch: int, context: int) -> int:
     """What the first request generates at most: a token in each step that computes the others' prompts, then those that are timed."""
-    return -(-batch * context // (BATCH_TOKENS - batch)) + STEPS + 2
+    return ceil_div(batch * context, BATCH_TOKENS - batch) + STEPS + 2
 
 
 def _request(number: int, context: int, max_tokens: int) -> Request:

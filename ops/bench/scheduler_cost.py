@@ -75,7 +75,8 @@ def _full_scheduler(waiting: int) -> Scheduler:
     for number in range(RUNNING + waiting):
         scheduler.add(_request(number))
     _timed_step(scheduler)
-    assert (scheduler.num_running, scheduler.num_waiting) == (RUNNING, waiting)
+    stats = scheduler.stats()
+    assert (stats.running_realtime, stats.waiting_realtime) == (RUNNING, waiting)
     return scheduler
 
 

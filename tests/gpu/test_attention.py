@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.paged_attention import CASES, Case, Step, attention_by_definition, fresh, make_step, relative_error
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention import torch_backend
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -73,7 +74,7 @@ def test_a_cache_of_more_elements_than_an_int32_counts(free_bytes: int) -> None:
     case = Case(query_lens=(1, 1, 30), seq_lens=(3000, 700, 1500), num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128)
     step = make_step(case, torch.bfloat16, "cuda", spare_blocks=300_000)
     assert step.k_cache.numel() > 2 * 2**31
-    used = torch.cat([step.meta.block_tables[row, : -(-length // 16)] for row, length in enumerate(case.seq_lens)])
+    used = torch.cat([step.meta.block_tables[row, : ceil_div(length, 16)] for row, length in enumerate(case.seq_lens)])
     assert int(used.max()) * step.k_cache.stride(0) > 2**31
     check(step)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.engine import cuda_graphs
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.cuda_graphs import CudaGraphRecorder, DecodeGraphs, Work, padded_sizes
 
@@ -61,7 +62,7 @@ def seen(batch: Batch) -> Tensor:
 def decodes(*lengths: int, token: int = 1) -> Batch:
     count = len(lengths)
     blocks = torch.arange(count * COLUMNS, dtype=torch.int32).view(count, COLUMNS) + 1
-    width = -(-max(lengths) // BLOCK_SIZE)
+    width = ceil_div(max(lengths), BLOCK_SIZE)
     positions = torch.tensor(lengths) - 1
     slots = blocks[torch.arange(count), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     meta = StepMetadata(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from producer.sampling import SamplingParams
+from worker.engine.arithmetic import ceil_div
 from worker.engine.input_batch import BlockTables, InputBatch, StepInputs
 from worker.engine.request import Request
 from worker.engine.step import ScheduledChunk
@@ -43,7 +44,7 @@ def check(inputs: StepInputs, chunks: Sequence[ScheduledChunk]) -> None:
     lengths = [chunk.start + chunk.num_tokens for chunk in chunks]
     assert meta.seq_lens.tolist() == lengths
     for row, chunk, length in zip(meta.block_tables.tolist(), chunks, lengths, strict=True):
-        used = -(-length // BLOCK_SIZE)
+        used = ceil_div(length, BLOCK_SIZE)
         assert row[:used] == chunk.request.block_ids[:used]
     assert meta.num_decodes == next((i for i, count in enumerate(counts) if count > 1), len(counts))
     assert (meta.max_query_len, meta.max_seq_len, meta.block_size) == (max(counts), max(lengths), BLOCK_SIZE)
@@ -76,7 +77,7 @@ def test_random_lives_of_requests(seed: int) -> None:
                 asked.block_ids = []
             start = rng.randrange(19)
             end = rng.randrange(start + 1, min(20, start + 9) + 1)
-            missing = -(-end // BLOCK_SIZE) - len(asked.block_ids)
+            missing = ceil_div(end, BLOCK_SIZE) - len(asked.block_ids)
             asked.block_ids.extend(rng.randrange(100) for _ in range(missing))
             chunks.append(ScheduledChunk(asked, start, end - start, False))
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)

@@ -16,6 +16,7 @@ from producer.wire import Choice, GenerateRequest, Usage
 from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import local_model_path
 from worker.engine.output_collector import OutputCollector
+from worker.engine.request import Request
 
 LIMITS = ModelLimits(max_model_len=512, vocab_size=49152, eos_token_ids=frozenset({2}))
 
@@ -38,6 +39,11 @@ def wanted(request_id: str = "r", **fields: Any) -> GenerateRequest:
     return GenerateRequest(id=request_id, params=SamplingParams(**fields), **own)
 
 
+def prepared(inputs: InputProcessor, request: GenerateRequest) -> Request:
+    (single,) = inputs.prepare_all(request)
+    return single
+
+
 def refusal(inputs: InputProcessor, request: GenerateRequest) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         inputs.prepare_all(request)
@@ -50,7 +56,7 @@ def refusal(inputs: InputProcessor, request: GenerateRequest) -> InvalidRequest:
 
 @pytest.mark.parametrize("text", ["Hello", " leading", "日本語 😀 e\u0301", "<|im_start|>user\nhi<|im_end|>\n", "a\n\n\tb", "x" * 500])
 def test_a_prompt_becomes_the_tokenizers_tokens(inputs: InputProcessor, tokenizer: Any, text: str) -> None:
-    request = inputs.prepare(wanted(prompt=text, tier="batch", source="s"))
+    request = prepared(inputs, wanted(prompt=text, tier="batch", source="s"))
     assert request.prompt_token_ids == tokenizer(text).input_ids
     assert (request.id, request.tier, request.source, request.kind) == ("r", "batch", "s", "generate")
     assert request.eos_token_ids == {2}
@@ -59,11 +65,11 @@ def test_a_prompt_becomes_the_tokenizers_tokens(inputs: InputProcessor, tokenize
 def test_messages_become_the_chat_templates_tokens(inputs: InputProcessor, tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    assert inputs.prepare(wanted(messages=messages)).prompt_token_ids == rendered["input_ids"]
+    assert prepared(inputs, wanted(messages=messages)).prompt_token_ids == rendered["input_ids"]
 
 
 def test_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
-    assert inputs.prepare(wanted(prompt_token_ids=[5, 2, 49151])).prompt_token_ids == [5, 2, 49151]
+    assert prepared(inputs, wanted(prompt_token_ids=[5, 2, 49151])).prompt_token_ids == [5, 2, 49151]
 
 
 def with_template(tokenizer: Any, template: str | None) -> InputProcessor:
@@ -111,16 +117,18 @@ def test_what_the_model_cannot_serve_is_refused_by_field(inputs: InputProcessor,
 
 
 def test_prompt_and_output_must_fit_the_context(inputs: InputProcessor) -> None:
-    assert inputs.prepare(wanted(prompt_token_ids=[5] * 500, max_tokens=12)).max_tokens == 12
+    assert prepared(inputs, wanted(prompt_token_ids=[5] * 500, max_tokens=12)).max_tokens == 12
     error = refusal(inputs, wanted(prompt_token_ids=[5] * 500, max_tokens=13))
     assert isinstance(error, ContextLengthExceeded)
     assert all(number in error.message for number in ("500", "13", "512"))
+    assert error.field == "max_tokens"
+    assert refusal(inputs, wanted(prompt_token_ids=[5] * 512, max_tokens=1)).field == "prompt"
 
 
 def test_max_tokens_defaults_to_what_is_left(inputs: InputProcessor) -> None:
-    assert inputs.prepare(wanted()).max_tokens == 256
-    assert inputs.prepare(wanted(prompt_token_ids=[5] * 500)).max_tokens == 12
-    assert inputs.prepare(wanted(min_tokens=300)).max_tokens == 300
+    assert prepared(inputs, wanted()).max_tokens == 256
+    assert prepared(inputs, wanted(prompt_token_ids=[5] * 500)).max_tokens == 12
+    assert prepared(inputs, wanted(min_tokens=300)).max_tokens == 300
     assert isinstance(refusal(inputs, wanted(prompt_token_ids=[5] * 512)), ContextLengthExceeded)
     assert isinstance(refusal(inputs, wanted(prompt_token_ids=[5] * 500, min_tokens=20)), ContextLengthExceeded)
 
@@ -147,36 +155,34 @@ def test_the_longest_token_may_fill_the_context(tokenizer: Any) -> None:
     longest = max((token for token in tokenizer.get_vocab() if token.isascii()), key=len)
     text = tokenizer.convert_tokens_to_string([longest]) * 20
     inputs = InputProcessor(tokenizer, ModelLimits(max_model_len=len(tokenizer(text).input_ids) + 1, vocab_size=49152))
-    assert inputs.prepare(wanted(prompt=text)).max_tokens == 1
+    assert prepared(inputs, wanted(prompt=text)).max_tokens == 1
 
 
 # Seeds and stops
 
 
 def test_seeds_are_given_or_derived_from_the_id(tokenizer: Any, inputs: InputProcessor) -> None:
-    assert inputs.prepare(wanted(seed=7)).seed == 7
-    assert inputs.prepare(wanted("a")).seed == inputs.prepare(wanted("a")).seed != inputs.prepare(wanted("b")).seed
+    assert prepared(inputs, wanted(seed=7)).seed == 7
+    assert prepared(inputs, wanted("a")).seed == prepared(inputs, wanted("a")).seed != prepared(inputs, wanted("b")).seed
     other = InputProcessor(tokenizer, ModelLimits(max_model_len=512, vocab_size=49152, seed=1))
-    assert other.prepare(wanted("a")).seed != inputs.prepare(wanted("a")).seed
-    assert other.prepare(wanted("a", seed=7)).seed == 7
+    assert prepared(other, wanted("a")).seed != prepared(inputs, wanted("a")).seed
+    assert prepared(other, wanted("a", seed=7)).seed == 7
 
 
 def test_ignore_eos_leaves_no_eos(inputs: InputProcessor) -> None:
-    assert inputs.prepare(wanted(ignore_eos=True)).eos_token_ids == frozenset()
+    assert prepared(inputs, wanted(ignore_eos=True)).eos_token_ids == frozenset()
 
 
 # Several outputs
 
 
 def test_n_outputs_are_n_requests_with_seeds_of_their_own(inputs: InputProcessor) -> None:
-    single = inputs.prepare(wanted(seed=7))
+    single = prepared(inputs, wanted(seed=7))
     children = inputs.prepare_all(wanted(seed=7, n=3))
     assert [child.id for child in children] == ["r#0", "r#1", "r#2"]
     assert children[0].seed == single.seed
     assert len({child.seed for child in children}) == 3
     assert all(child.params.n == 1 and child.prompt_token_ids == single.prompt_token_ids for child in children)
-    with pytest.raises(InvalidRequest, match="n must be"):
-        inputs.prepare(wanted(n=2))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +220,7 @@ def test_token_ids_are_followed_by_the_continuations_own(inputs: InputProcessor,
 
 
 def test_embedding_needs_the_prompt_alone(inputs: InputProcessor) -> None:
-    request = inputs.prepare(wanted(prompt_token_ids=[5] * 512, kind="embed"))
+    request = prepared(inputs, wanted(prompt_token_ids=[5] * 512, kind="embed"))
     assert (request.kind, request.max_tokens) == ("embed", 0)
     assert isinstance(refusal(inputs, wanted(prompt_token_ids=[5] * 513, kind="embed")), ContextLengthExceeded)
 
@@ -256,9 +262,9 @@ def test_scores_and_embeddings_make_replies_too(inputs: InputProcessor) -> None:
 
 def test_many_threads_prepare_what_one_does(inputs: InputProcessor) -> None:
     texts = [f"number {i} " * (i % 40 + 1) for i in range(200)]
-    serial = [inputs.prepare(wanted(prompt=text)).prompt_token_ids for text in texts]
+    serial = [prepared(inputs, wanted(prompt=text)).prompt_token_ids for text in texts]
     with ThreadPoolExecutor(8) as pool:
-        parallel = list(pool.map(lambda text: inputs.prepare(wanted(prompt=text)).prompt_token_ids, texts))
+        parallel = list(pool.map(lambda text: prepared(inputs, wanted(prompt=text)).prompt_token_ids, texts))
     assert parallel == serial
 
 
@@ -266,7 +272,7 @@ def test_other_threads_run_while_a_long_prompt_is_tokenised(tokenizer: Any) -> N
     inputs = InputProcessor(tokenizer, ModelLimits(max_model_len=2**31, vocab_size=49152))
     done = threading.Event()
     text = "some words, to be tokenised. " * 20_000
-    thread = threading.Thread(target=lambda: (inputs.prepare(wanted(prompt=text)), done.set()))
+    thread = threading.Thread(target=lambda: (prepared(inputs, wanted(prompt=text)), done.set()))
     turns = 0
     thread.start()
     while not done.wait(0.001):

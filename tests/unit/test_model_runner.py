@@ -16,6 +16,7 @@ from producer.sampling import SamplingParams
 from producer.wire import Kind
 from tests.tiny_engine import tiny_runner
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from worker.engine.arithmetic import ceil_div
 from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.device_sampler import sample_on_device
 from worker.engine.kernels import Kernels
@@ -48,7 +49,7 @@ def requests(kind: Kind, **fields: Any) -> list[Request]:
     generator = torch.Generator().manual_seed(3)
     made, block = [], 0
     for length in LENGTHS:
-        blocks = -(-length // 16)
+        blocks = ceil_div(length, 16)
         token_ids = torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
         params = SamplingParams(temperature=0.0)
         made.append(Request(str(length), token_ids, params, 1, kind=kind, block_ids=list(range(block, block + blocks)), **fields))

@@ -384,7 +384,7 @@ def test_a_static_batch_prefills_all_before_it_ends() -> None:
     sim = Simulation(static(max_batch_tokens=8), num_blocks=40)
     sim.add(*(make_request(20, 2) for _ in range(4)))
     sim.step()
-    assert sim.scheduler.num_running == 4
+    assert sim.scheduler.stats().running_realtime == 4
     sim.run()
 
 
@@ -476,7 +476,7 @@ def test_cancelling_thousands_that_wait_leaves_nothing_behind() -> None:
         sim.scheduler.add(request)
     for request in requests[1:]:
         sim.scheduler.finish(request)
-    assert (sim.scheduler.num_waiting, sim.scheduler.num_running) == (1, 0)
+    assert (sim.scheduler.stats().waiting_realtime, sim.scheduler.stats().num_held) == (1, 1)
     first = requests[0]
     del request, requests
     assert num_alive(Request) - before < 300

@@ -149,7 +149,7 @@ def test_a_bad_response_format_is_refused_by_name(tokenizer: Any, compiler: Gram
     limits = ModelLimits(max_model_len=64, vocab_size=VOCAB)
     wanted = GenerateRequest(id="r", prompt="x", params=SamplingParams(max_tokens=4, response_format=response_format))
     with pytest.raises(InvalidRequest) as caught:
-        InputProcessor(tokenizer, limits, compiler).prepare(wanted)
+        InputProcessor(tokenizer, limits, compiler).prepare_all(wanted)
     assert (caught.value.field or "").startswith("response_format")
     assert caught.value.request_id == "r"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
+from worker.engine.arithmetic import ceil_div
 from worker.engine.block_pool import BlockPool, CpuBlockPool
 from worker.engine.prefix_index import ROOT, PrefixIndex
 from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus
@@ -72,7 +73,7 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
-        return -(-num_tokens // self.block_size)
+        return ceil_div(num_tokens, self.block_size)
 
     def lookup(self, request: Request) -> Prefix:
         """The longest computed prefix that a waiting request can start with. Changes nothing but `Request.block_keys`."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from worker.engine.arithmetic import ceil_div
+
 Policy = Literal["continuous", "static"]
 Attention = Literal["auto", "torch", "flashinfer"]
 Quantization = Literal["none", "int8"]
@@ -111,3 +113,8 @@ class EngineConfig:
 
 
 _CHOICES = {name: get_args(kind) for name, kind in get_type_hints(EngineConfig).items() if get_origin(kind) is Literal}
+
+
+def most_blocks(max_batch_size: int, max_model_len: int, block_size: int) -> int:
+    """KV blocks of a full batch of requests of full context: more are of no use."""
+    return max_batch_size * ceil_div(max_model_len, block_size)

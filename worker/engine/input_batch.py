@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.request import Request
 from worker.engine.step import ScheduledChunk
@@ -123,7 +124,7 @@ class InputBatch:
         self._input_ids.host[:num_tokens] = [token for chunk in chunks for token in _token_ids(chunk)]
 
         max_seq_len = int(seq_lens.max())
-        num_columns = -(-max_seq_len // block_size)
+        num_columns = ceil_div(max_seq_len, block_size)
         tables = self._block_tables.host[: num_requests * num_columns].reshape(num_requests, num_columns)
         np.take(self._tables.table[:, :num_columns], rows, axis=0, out=tables)
         meta = StepMetadata(

@@ -17,7 +17,7 @@ from producer.errors import ContextLengthExceeded, InvalidRequest, ModelUnavaila
 from producer.sampling import SamplingParams
 from producer.validate import invalid
 from producer.wire import GenerateRequest
-from worker.engine.request import Request
+from worker.engine.request import Request, check_fits
 from worker.engine.structured import Grammar, GrammarCompiler
 from worker.engine.text_decoder import vocabulary_of
 
@@ -60,23 +60,14 @@ class InputProcessor:
         self._grammars = grammars
         self._max_bytes_per_token = _max_bytes_per_token(tokenizer)
 
-    def prepare(self, wire_request: GenerateRequest) -> Request:
-        """The one engine request that a wire request of a single output is.
-
-        Raises:
-            InvalidRequest: names the field. `ContextLengthExceeded` where prompt and output do not fit the context.
-        """
-        requests = self.prepare_all(wire_request)
-        if len(requests) != 1:
-            field = "continuations" if wire_request.kind == "score" else "n"
-            raise invalid(field, "one, where a request has a single output")
-        return requests[0]
-
     def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
         """All engine requests that a wire request becomes: ``n`` outputs, or one a continuation; else one.
 
         A single one has the wire request's id, several have ``<id>#0``, ``<id>#1`` and so on, in the order of the reply.
-        `output_collector.OutputCollector` makes one reply of them. Raises as `prepare`.
+        `output_collector.OutputCollector` makes one reply of them.
+
+        Raises:
+            InvalidRequest: names the field. `ContextLengthExceeded` where prompt and output do not fit the context.
         """
         try:
             return self._prepare_all(wire_request)
@@ -109,7 +100,6 @@ class InputProcessor:
         if wire_request.kind == "score":
             return self._score_requests(wire_request, prompt)
         if wire_request.kind == "embed":
-            self._check_fits(len(prompt), 0)
             return [self._request(wire_request, wire_request.id, prompt, 0)]
         max_tokens = self._max_tokens(wire_request.params, len(prompt))
         seed = self._seed(wire_request)
@@ -127,7 +117,7 @@ class InputProcessor:
 
     def _request(self, wire_request: GenerateRequest, request_id: str, prompt: list[int], max_tokens: int) -> Request:
         params = replace(wire_request.params, n=1) if wire_request.params.n != 1 else wire_request.params
-        return Request(
+        request = Request(
             id=request_id,
             prompt_token_ids=prompt,
             params=params,
@@ -136,6 +126,8 @@ class InputProcessor:
             kind=wire_request.kind,
             source=wire_request.source,
         )
+        check_fits(request, self._limits.max_model_len)
+        return request
 
     def _grammar(self, response_format: Mapping[str, Any]) -> Grammar | None:
         if self._grammars is None:
@@ -176,7 +168,8 @@ class InputProcessor:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         at_least = math.ceil(len(text.encode()) / self._max_bytes_per_token)
         if at_least > self._limits.max_model_len:
-            raise self._too_long(f"prompt (at least {at_least} tokens)")
+            message = f"prompt (at least {at_least} tokens) exceeds the context of {self._limits.max_model_len} tokens"
+            raise ContextLengthExceeded(message, field="prompt")
         # Unlike `encode` and the transformers call, this releases the interpreter's lock while it works.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
@@ -193,7 +186,6 @@ class InputProcessor:
         tokens, start = self._with_continuation(wire_request, prompt, wire_request.continuations[index])
         if start == len(tokens):
             raise invalid(f"continuations[{index}]", "something that the tokenizer makes tokens of")
-        self._check_fits(len(tokens), 0)
         request = self._request(wire_request, request_id, tokens, 0)
         request.score_start = start
         return request
@@ -222,16 +214,7 @@ class InputProcessor:
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         left = self._limits.max_model_len - prompt_tokens
-        max_tokens = params.max_tokens or max(1, params.min_tokens, min(DEFAULT_MAX_TOKENS, left))
-        self._check_fits(prompt_tokens, max_tokens)
-        return max_tokens
-
-    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
-        if prompt_tokens + max_tokens > self._limits.max_model_len:
-            raise self._too_long(f"prompt ({prompt_tokens} tokens) plus max_tokens ({max_tokens})")
-
-    def _too_long(self, what: str) -> ContextLengthExceeded:
-        return ContextLengthExceeded(f"{what} exceeds the context of {self._limits.max_model_len} tokens", field="prompt")
+        return params.max_tokens or max(1, params.min_tokens, min(DEFAULT_MAX_TOKENS, left))
 
     def _seed(self, wire_request: GenerateRequest) -> int:
         if wire_request.params.seed is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from producer.errors import ModelUnavailable
 from worker.engine.attention.layers import AttentionLayer
-from worker.engine.config import GPU_KV_SHARE, SCALE_BYTES, EngineConfig
+from worker.engine.config import GPU_KV_SHARE, SCALE_BYTES, EngineConfig, most_blocks
 from worker.engine.native import memory
 from worker.engine.step import StepPlan
 
@@ -93,7 +93,7 @@ def choose_num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: in
     budget = config.kv_memory_bytes
     if budget is None:
         budget = int(free_bytes * GPU_KV_SHARE) if device.type == "cuda" else min(_CPU_DEFAULT_BYTES, int(free_bytes * _CPU_SHARE))
-    most = config.max_batch_size * -(-max_model_len // config.block_size)
+    most = most_blocks(config.max_batch_size, max_model_len, config.block_size)
     num_blocks = min(budget // bytes_per_block, most)
     if num_blocks < 1:
         raise ModelUnavailable(f"{budget} bytes hold not one KV block of {bytes_per_block} bytes: give more kv_memory_bytes")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from producer.sampling import SamplingParams
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.interface import PagedContext, paged_context
 from worker.engine.attention.layers import discover_layers, run_without_attention
 from worker.engine.attention.metadata import StepMetadata
@@ -113,7 +114,7 @@ class ModelRunner:
         config, loaded = self._config, self._loaded
         self.num_blocks = self._choose_num_blocks()
         self._use(KVCache(self.layers, self.num_blocks, config.block_size, self._cache_dtype, loaded.device, self.num_cpu_blocks))
-        self._max_blocks = min(-(-loaded.max_model_len // config.block_size), self.num_blocks)
+        self._max_blocks = min(ceil_div(loaded.max_model_len, config.block_size), self.num_blocks)
         self._inputs = self._make_inputs()
         runs_ahead = loaded.device.type == "cuda" if config.run_ahead is None else config.run_ahead
         self.run_ahead = RunAhead((self._inputs, self._make_inputs()), self._logits, self.clock) if runs_ahead else None

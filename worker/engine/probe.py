@@ -14,6 +14,7 @@ from torch import Tensor
 
 from producer.errors import ModelUnavailable
 from producer.sampling import SamplingParams
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.input_batch import InputBatch, StepInputs
 from worker.engine.request import Request
@@ -155,7 +156,7 @@ def _probe_requests(model: Any, longest: int, block_size: int, num_blocks: int) 
     requests: list[Request] = []
     free = torch.randperm(num_blocks, generator=generator).tolist()
     for length in (longest, longest - longest // 4):
-        count = -(-length // block_size)
+        count = ceil_div(length, block_size)
         if count <= len(free):
             token_ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
             requests.append(Request(f"probe-{length}", token_ids, SamplingParams(), 1, block_ids=free[:count]))

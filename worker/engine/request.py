@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from producer.errors import ContextLengthExceeded
 from producer.keys import Tier
 from producer.sampling import SamplingParams
 from producer.wire import Kind, TokenLogprob
@@ -142,3 +144,20 @@ class Request:
         """Change the status; a step that the life of a request does not have is our bug."""
         assert status in _NEXT[self.status], f"{self.id}: {self.status.name} -> {status.name}"
         self.status = status
+
+
+def check_fits(request: Request, max_model_len: int, num_slots: int = sys.maxsize) -> None:
+    """Refuse a request that can never be computed.
+
+    Args:
+        max_model_len: context limit in tokens, prompt and output together.
+        num_slots: tokens that the whole KV cache holds.
+
+    Raises:
+        ContextLengthExceeded: names the limit, and the field that is over it.
+    """
+    num_prompt, max_tokens = request.num_prompt_tokens, request.max_tokens
+    for needed, limit, what in ((num_prompt + max_tokens, max_model_len, "context"), (request.max_kv_tokens, num_slots, "KV cache")):
+        if needed > limit:
+            message = f"prompt ({num_prompt} tokens) plus max_tokens ({max_tokens}) exceeds the {what} of {limit} tokens"
+            raise ContextLengthExceeded(message, request_id=request.id, field="prompt" if num_prompt >= limit else "max_tokens")

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from producer.errors import ContextLengthExceeded
 from producer.keys import Tier
 from worker.engine.admission import Admission, Shares
 from worker.engine.block_manager import BlockManager
@@ -24,7 +23,7 @@ from worker.engine.pace import Pace
 from worker.engine.preemption import Preemption, PreemptionCosts
 from worker.engine.prefix_index import PrefixIndex
 from worker.engine.queues import WaitingQueues
-from worker.engine.request import Request, RequestStatus
+from worker.engine.request import Request, RequestStatus, check_fits
 from worker.engine.running import RunningSet
 from worker.engine.step import ScheduledChunk, Step, StepPlan
 
@@ -60,6 +59,11 @@ class SchedulerStats:
     swap_preemptions: int = 0
     allocated_slots: int = 0
     wasted_slots: int = 0
+
+    @property
+    def num_held(self) -> int:
+        """Requests, running or waiting."""
+        return self.running_realtime + self.running_batch + self.waiting_realtime + self.waiting_batch
 
     @property
     def kv_usage(self) -> float:
@@ -112,14 +116,6 @@ class Scheduler:
         self._num_steps = 0
         self._filling_since_s = 0.0
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queues)
-
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(len(self._running) or len(self._queues))
@@ -138,17 +134,7 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raises `ContextLengthExceeded` where a request can never fit the context or the KV cache."""
-        capacity = self._blocks.pool.num_blocks * self._block_size
-        for needed, limit, what in (
-            (request.num_prompt_tokens + request.max_tokens, self.max_model_len, "context"),
-            (request.max_kv_tokens, capacity, "KV cache"),
-        ):
-            if needed > limit:
-                message = (
-                    f"prompt ({request.num_prompt_tokens} tokens) plus max_tokens ({request.max_tokens}) "
-                    f"exceeds the {what} of {limit} tokens"
-                )
-                raise ContextLengthExceeded(message, request_id=request.id, field="max_tokens")
+        check_fits(request, self.max_model_len, self._blocks.pool.num_blocks * self._block_size)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Take in another output of the parent's prompt (``n`` > 1), which shares the prompt's full computed blocks.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.attention.triton_cache_write import write_kv_kernel
 from worker.engine.attention.triton_kernels import MIN_SPLIT, Shape, paged_attention_kernel, reduce_splits_kernel
@@ -65,7 +66,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     dims, value_dims = next_power(head_dim), next_power(v_cache.shape[3])
     heads = min(next_power(num_kv_heads), max(1, 4096 // max(dims, value_dims)))
-    write_kv_kernel[(key.shape[0], -(-num_kv_heads // heads))](
+    write_kv_kernel[(key.shape[0], ceil_div(num_kv_heads, heads))](
         *(key, value, k_cache, v_cache, slot_mapping),
         *(*key.stride()[:2], *value.stride()[:2], k_cache.stride(0), v_cache.stride(0)),
         NUM_KV_HEADS=num_kv_heads,
@@ -202,9 +203,9 @@ def decode_split_count(num_decodes: int, num_kv_heads: int, max_keys: int, multi
     The count depends on the batch size rounded up to a power of two alone, and shorter sequences use fewer: so a sequence is
     split alike with and without a captured graph, which pads the batch.
     """
-    longest = next_power(-(-max_keys // MIN_SPLIT.value))
+    longest = next_power(ceil_div(max_keys, MIN_SPLIT.value))
     programs = next_power(max(1, num_decodes)) * num_kv_heads
-    filling = next_power(-(-4 * multiprocessors // programs))
+    filling = next_power(ceil_div(4 * multiprocessors, programs))
     return min(longest, max(_MIN_DECODE_SPLITS, min(filling, _MAX_DECODE_SPLITS)))
 
 
@@ -212,7 +213,7 @@ def prefill_split_count(num_tiles: int, num_kv_heads: int, max_keys: int, multip
     """Programs that a chunk tile's keys may be split over: more than one only where the tiles alone leave the device half empty."""
     if num_tiles == 0:
         return 1
-    longest = next_power(-(-max_keys // (4 * MIN_SPLIT.value)))
+    longest = next_power(ceil_div(max_keys, 4 * MIN_SPLIT.value))
     filling = _prev_power(max(1, 2 * multiprocessors // (num_tiles * num_kv_heads)))
     return min(longest, filling, _MAX_PREFILL_SPLITS)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.attention.metadata import StepMetadata
 from worker.engine.attention.triton_backend import next_power, paged_attention
@@ -146,7 +147,7 @@ class CudaDecoder:
         out = gate_up.new_empty(gate_up.shape[0], width)
         columns = min(next_power(width), _ACTIVATION_COLUMNS)
         is_gelu = self._structure.activation != "silu"
-        gated_activation_kernel[(gate_up.shape[0], -(-width // columns))](gate_up, out, WIDTH=width, COLUMNS=columns, IS_GELU=is_gelu)
+        gated_activation_kernel[(gate_up.shape[0], ceil_div(width, columns))](gate_up, out, WIDTH=width, COLUMNS=columns, IS_GELU=is_gelu)
         return out
 
     def _logits(self, hidden: Tensor) -> Tensor:
