@@ -113,8 +113,17 @@ def find_natively(lib: ctypes.CDLL, rows: SampledRows, floor: Tensor) -> LikelyT
     """`find_likely_tokens` by a kernel for the CPU."""
     num_rows, vocab = rows.logits.shape
     count, tail = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float64)
-    inputs = [tensor.contiguous() for tensor in (rows.logits, rows.top, rows.temperature, floor)]
-    struct = LikelyTokensStruct(*(tensor.data_ptr() for tensor in (*inputs, count, tail)), num_rows=num_rows, vocab=vocab)
+    logits, top, temperature, floor = (tensor.contiguous() for tensor in (rows.logits, rows.top, rows.temperature, floor))
+    struct = LikelyTokensStruct(
+        logits=logits.data_ptr(),
+        top=top.data_ptr(),
+        temperature=temperature.data_ptr(),
+        floor=floor.data_ptr(),
+        count=count.data_ptr(),
+        tail=tail.data_ptr(),
+        num_rows=num_rows,
+        vocab=vocab,
+    )
     threads = torch.get_num_threads()
     lib.headrace_measure_likely_tokens(ctypes.byref(struct), threads)
     num_tokens, begin = int(count.sum()), count.cumsum(0) - count

@@ -51,7 +51,18 @@ class CpuAttention:
         query, key, value = (_dense_heads(x) for x in (query, key, value))
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         sinks = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
-        layer = _layer(query, value.shape[2], k_cache, v_cache, scale, window, softcap, sinks)
+        _check_caches(k_cache, v_cache, query.dtype)
+        layer = LayerStruct.of(
+            (k_cache, v_cache),
+            query.dtype,
+            num_heads=query.shape[1],
+            head_dim=query.shape[2],
+            value_dim=value.shape[2],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
         batch = self._batch_of(meta, query.shape[0])
         threads = torch.get_num_threads()
         workspace = self._workspace_for(layer, batch, threads)
@@ -79,46 +90,21 @@ def batch_struct(meta: StepMetadata, num_tokens: int) -> BatchStruct:
     assert meta.slot_mapping.dtype == torch.int64
     assert tables.stride(1) == 1 or tables.shape[1] == 1
     return BatchStruct(
-        meta.query_start_loc.data_ptr(),
-        meta.seq_lens.data_ptr(),
-        tables.data_ptr(),
-        meta.slot_mapping.data_ptr(),
-        tables.stride(0),
-        meta.seq_lens.shape[0],
-        num_tokens,
+        query_start=meta.query_start_loc.data_ptr(),
+        seq_lens=meta.seq_lens.data_ptr(),
+        block_tables=tables.data_ptr(),
+        slots=meta.slot_mapping.data_ptr(),
+        table_stride=tables.stride(0),
+        num_seqs=meta.seq_lens.shape[0],
+        num_tokens=num_tokens,
     )
 
 
-def _layer(
-    query: torch.Tensor,
-    value_dim: int,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> LayerStruct:
+def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype) -> None:
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype
-    assert k_cache.dtype in (query.dtype, torch.int8)
-    _, num_kv_heads, block_size, _ = k_cache.shape
-    return LayerStruct(
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        DTYPE_CODES[query.dtype],
-        query.shape[1],
-        num_kv_heads,
-        query.shape[2],
-        value_dim,
-        block_size,
-        window or 0,
-        scale,
-        softcap or 0.0,
-        k_cache.dtype == torch.int8,
-    )
+    assert k_cache.dtype in (dtype, torch.int8)
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,13 @@ from worker.engine.fused.packing import PackedMatrix, pack_interleaved, pack_sta
 from worker.engine.fused.structure import ACTIVATIONS, DecoderStructure, LayerStructure, NotRecognised, recognise
 from worker.engine.native import memory
 from worker.engine.native.library import (
-    DTYPE_CODES,
     PHASES,
     DecoderLayerStruct,
     DecoderStruct,
     LayerStruct,
     StepStruct,
     kernels,
+    pointer,
 )
 from worker.engine.quantization import store_weight, stored_weight
 
@@ -100,15 +100,15 @@ class FusedDecoder:
     ) -> Tensor:
         hidden = torch.empty(input_ids.shape[0], self._structure.embedding.shape[1], dtype=torch.bfloat16)
         step = StepStruct(
-            batch_struct(meta, input_ids.shape[0]),
-            input_ids.data_ptr(),
-            positions.data_ptr(),
-            rows.data_ptr(),
-            hidden.data_ptr(),
-            None if logits is None else logits.data_ptr(),
-            None if likeliest is None else likeliest.data_ptr(),
-            self._phase_seconds.data_ptr(),
-            rows.shape[0],
+            batch=batch_struct(meta, input_ids.shape[0]),
+            token_ids=input_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            logits_rows=rows.data_ptr(),
+            hidden=hidden.data_ptr(),
+            logits=pointer(logits),
+            likeliest=pointer(likeliest),
+            phase_seconds=self._phase_seconds.data_ptr(),
+            num_logits=rows.shape[0],
         )
         threads = torch.get_num_threads()
         workspace = self._workspace_for(step, threads)
@@ -153,52 +153,49 @@ def _pack_layer(layer: LayerStructure) -> _PackedLayer:
 
 
 def _layer_struct(layer: LayerStructure, packed: _PackedLayer, cache: tuple[Tensor, Tensor]) -> DecoderLayerStruct:
-    k_cache, v_cache = cache
     attention = layer.attention
     return DecoderLayerStruct(
-        LayerStruct(
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            None,
-            DTYPE_CODES[torch.bfloat16],
-            attention.num_heads,
-            attention.num_kv_heads,
-            attention.head_dim,
-            attention.value_dim,
-            k_cache.shape[2],
-            attention.window or 0,
-            attention.scale,
-            attention.softcap or 0.0,
-            k_cache.dtype == torch.int8,
+        attn=LayerStruct.of(
+            cache,
+            torch.bfloat16,
+            num_heads=attention.num_heads,
+            head_dim=attention.head_dim,
+            value_dim=attention.value_dim,
+            scale=attention.scale,
+            window=attention.window,
+            softcap=attention.softcap,
         ),
-        packed.qkv.struct(),
-        packed.o.struct(),
-        packed.gate_up.struct(),
-        packed.down.struct(),
-        *(
-            None if tensor is None else tensor.data_ptr()
-            for tensor in (layer.attn_norm, layer.mlp_norm, layer.attn_out_norm, layer.mlp_out_norm, layer.q_norm, layer.k_norm, layer.rope)
-        ),
+        qkv=packed.qkv.struct(),
+        o=packed.o.struct(),
+        gate_up=packed.gate_up.struct(),
+        down=packed.down.struct(),
+        attn_norm=pointer(layer.attn_norm),
+        mlp_norm=pointer(layer.mlp_norm),
+        attn_out_norm=pointer(layer.attn_out_norm),
+        mlp_out_norm=pointer(layer.mlp_out_norm),
+        q_norm=pointer(layer.q_norm),
+        k_norm=pointer(layer.k_norm),
+        rope=pointer(layer.rope),
     )
 
 
 def _decoder_struct(structure: DecoderStructure, layers: ctypes.Array[DecoderLayerStruct], head: PackedMatrix) -> DecoderStruct:
     windows = [layer.attention.window or 1 << 30 for layer in structure.layers]
     return DecoderStruct(
-        layers,
-        structure.embedding.data_ptr(),
-        structure.final_norm.data_ptr(),
-        head.struct(),
-        len(windows),
-        windows.index(max(windows)),
-        structure.embedding.shape[1],
-        structure.layers[0].gate.out_features,
-        structure.head.out_features,
-        structure.rotary_dim,
-        ACTIVATIONS[structure.activation],
-        structure.norm_eps,
-        structure.embedding_factor,
-        structure.residual_factor,
-        structure.logits_factor,
-        structure.logits_softcap or 0.0,
+        layers=layers,
+        embedding=structure.embedding.data_ptr(),
+        final_norm=structure.final_norm.data_ptr(),
+        head=head.struct(),
+        num_layers=len(windows),
+        widest=windows.index(max(windows)),
+        hidden=structure.embedding.shape[1],
+        intermediate=structure.layers[0].gate.out_features,
+        vocab=structure.head.out_features,
+        rotary_dim=structure.rotary_dim,
+        activation=ACTIVATIONS[structure.activation],
+        norm_eps=structure.norm_eps,
+        embedding_factor=structure.embedding_factor,
+        residual_factor=structure.residual_factor,
+        logits_factor=structure.logits_factor,
+        logits_softcap=structure.logits_softcap or 0.0,
     )

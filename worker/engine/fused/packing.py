@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.engine.native import memory
-from worker.engine.native.library import MatrixStruct
+from worker.engine.native.library import MatrixStruct, pointer
 from worker.engine.quantization import Linear, stacked
 
 PANEL = 32
@@ -33,8 +33,13 @@ class PackedMatrix:
 
     def struct(self) -> MatrixStruct:
         """Pointers into this, which must outlive them."""
-        bias, scale = (None if tensor is None else tensor.data_ptr() for tensor in (self.bias, self.scale))
-        return MatrixStruct(self.tiles.data_ptr(), bias, scale, self.tiles.shape[0] * PANEL, self.tiles.shape[1] * PANEL)
+        return MatrixStruct(
+            tiles=self.tiles.data_ptr(),
+            bias=pointer(self.bias),
+            scale=pointer(self.scale),
+            n=self.tiles.shape[0] * PANEL,
+            k=self.tiles.shape[1] * PANEL,
+        )
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> PackedMatrix:

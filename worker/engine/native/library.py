@@ -7,6 +7,7 @@ import functools
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from worker.engine.native.build import load_library
 
@@ -15,6 +16,11 @@ _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 PHASES = ("embed", "norm", "qkv", "place", "attention", "o", "gate_up", "down", "logits")  # of a step, in the order of `enum phase`
 GROUP = 16  # tokens in a group of the packed cache; block sizes are multiples of it
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where its first element lies; keeps nothing alive."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 class LayerStruct(ctypes.Structure):
@@ -35,6 +41,39 @@ class LayerStruct(ctypes.Structure):
         ("softcap", _FLOAT),
         ("int8_cache", _INT32),
     ]
+
+    @classmethod
+    def of(
+        cls,
+        cache: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        *,
+        num_heads: int,
+        head_dim: int,
+        value_dim: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> LayerStruct:
+        """Attention of ``dtype`` over a layer's (K, V); points into cache and sinks, which must outlive it."""
+        k_cache, v_cache = cache
+        _, num_kv_heads, block_size, _ = k_cache.shape
+        return cls(
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            sinks=pointer(sinks),
+            dtype=DTYPE_CODES[dtype],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_dim=value_dim,
+            block_size=block_size,
+            window=window or 0,
+            scale=scale,
+            softcap=softcap or 0.0,
+            int8_cache=k_cache.dtype == torch.int8,
+        )
 
 
 class BatchStruct(ctypes.Structure):
