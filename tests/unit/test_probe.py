@@ -16,9 +16,9 @@ from tests.tiny_models import tiny_model
 from worker.engine.attention.interface import AttentionBackend
 from worker.engine.attention.layers import discover_layers
 from worker.engine.attention.torch_backend import attend
+from worker.engine.compatibility import check_class, check_config
 from worker.engine.model_loader import prepare_model
 from worker.engine.model_runner import ModelRunner
-from worker.engine.probe import check_class, check_config
 
 ROPE = {"rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 64}

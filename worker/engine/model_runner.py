@@ -14,7 +14,7 @@ from worker.engine.arithmetic import ceil_div
 from worker.engine.attention.interface import PagedContext, paged_context
 from worker.engine.attention.layers import discover_layers, run_without_attention
 from worker.engine.attention.metadata import StepMetadata
-from worker.engine.config import CUDA_GRAPH_BYTES, EngineConfig
+from worker.engine.config import CUDA_GRAPH_BYTES, PROBE_TOKENS, EngineConfig
 from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.device_sampler import sample_on_device
 from worker.engine.input_batch import InputBatch, StepInputs
@@ -22,7 +22,7 @@ from worker.engine.kernels import KernelChoice, Kernels
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes, peak_memory_bytes
 from worker.engine.model_loader import LoadedModel
 from worker.engine.preemption import PreemptionCosts
-from worker.engine.probe import SPLIT_TOKENS, TOKENS, Forward, check_numbers
+from worker.engine.probe import SPLIT_TOKENS, Forward, check_numbers
 from worker.engine.request import Request
 from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler
@@ -198,7 +198,7 @@ class ModelRunner:
                     raise
 
     def _check_numbers(self) -> None:
-        self._compare(self._logits, TOKENS)
+        self._compare(self._logits, PROBE_TOKENS)
         if self._choice.runs_triton():
             self._compare(self._logits_beside_the_longest, SPLIT_TOKENS)
 

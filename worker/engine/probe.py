@@ -1,7 +1,7 @@
-"""Refuses at load what this engine would run wrongly, so that nothing is ever wrong silently.
+"""Compares numbers at load, so that nothing is ever wrong silently: the model over the paged cache against its own attention.
 
-First by what the configuration and the class say; then, in `attention.layers`, by what the model's attention is called with; last by
-numbers: two sequences, chunked and mixed as the engine does it, against the model's own attention.
+Two sequences are computed in chunks and mixed, as the engine does it. Models that are known to run wrongly were refused before
+(`compatibility`, `attention.layers`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from producer.errors import ModelUnavailable
 from producer.sampling import SamplingParams
 from worker.engine.arithmetic import ceil_div
+from worker.engine.attention.interface import attention_implementation
 from worker.engine.attention.layers import AttentionLayer
+from worker.engine.compatibility import refusal
+from worker.engine.config import PROBE_TOKENS
 from worker.engine.input_batch import InputBatch, StepInputs
 from worker.engine.request import Request
 from worker.engine.step import ScheduledChunk
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})  # whose angles depend on the position alone
-_LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
-_ALIBI_MODELS = frozenset({"bloom", "mpt"})
-
 _TAIL = 12  # positions compared, the last of each sequence
 _LONGEST_WINDOW = 256  # that the sequences are made longer than; the masks of longer ones are compared in `attention.layers`
-TOKENS = 32  # computed at once, at least
 SPLIT_TOKENS = 540  # of a sequence that attention kernels split, and so they do three quarters of it; 64 blocks of 16 hold both
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _INT8_CACHE_TOLERANCE = 2e-1
@@ -35,68 +31,6 @@ _QUANTILE = 0.75  # of the rows must agree: a router's near tie may tip either w
 
 Forward = Callable[[StepInputs, Tensor], Tensor]
 """Inputs and the rows whose logits are wanted, to ``[rows, vocab]``: the model over the paged cache."""
-
-
-def check_config(config: Any) -> None:
-    """Refuse by what the configuration of the text model says.
-
-    Raises:
-        ModelUnavailable: the message says why.
-    """
-    for refused, reason in (
-        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),
-        (getattr(config, "add_cross_attention", False), "it has cross-attention"),
-        (getattr(config, "alibi", False) or config.model_type in _ALIBI_MODELS, "ALiBi biases are not supported"),
-    ):
-        if refused:
-            raise _refusal(config, reason)
-    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise _refusal(config, f"its layers are of types that are not supported: {', '.join(sorted(unknown))}")
-    for rope_type in _rope_types(config):
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
-            raise _refusal(config, f"{rope_type} RoPE depends on the longest sequence of a batch: neighbours would change the output")
-        if rope_type not in _ROPE_TYPES:
-            raise _refusal(config, f"{rope_type} RoPE is not known to depend on the position alone")
-
-
-def check_architecture(config: Any, *, trust_remote_code: bool = False) -> None:
-    """Refuse by the class that transformers makes of a configuration. A class of the model's own code is seen once it is loaded.
-
-    Raises:
-        ModelUnavailable: the message says why.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if trust_remote_code and getattr(config, "auto_map", None):
-        return
-    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in classes:
-        raise _refusal(config, "transformers makes no causal language model of it")
-    check_class(classes[type(config)], config)
-
-
-def check_class(model_class: type, config: Any) -> None:
-    """Refuse by what the model's class says.
-
-    Raises:
-        ModelUnavailable: the message says why.
-    """
-    if getattr(model_class, "_is_stateful", False):
-        raise _refusal(config, "it keeps a recurrent state, which the KV cache does not hold")
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise _refusal(config, "its attention does not go through transformers' AttentionInterface")
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Of the rope parameters, which may be nested by layer type."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {str(name) for part in parts if (name := part.get("rope_type") or part.get("type"))}
-
-
-def _refusal(config: Any, reason: str) -> ModelUnavailable:
-    return ModelUnavailable(f"model type {config.model_type} is refused: {reason}")
 
 
 @torch.inference_mode()
@@ -110,7 +44,7 @@ def check_numbers(
     max_tokens: int,
     max_model_len: int,
     int8_cache: bool = False,
-    min_tokens: int = TOKENS,
+    min_tokens: int = PROBE_TOKENS,
 ) -> None:
     """Compare logits of two sequences, computed in chunks and mixed over the paged cache, with those of the model's own attention.
 
@@ -141,12 +75,12 @@ def check_numbers(
     for request, tail in tails.items():
         difference = _difference(torch.cat(tail), _own_logits(model, request))
         if not difference <= tolerance:  # so that NaN is refused, too
-            raise _refusal(model.config, f"over the paged cache its logits differ by {difference:.2g} from those of its own attention")
+            raise refusal(model.config, f"over the paged cache its logits differ by {difference:.2g} from those of its own attention")
 
 
 def _past_windows(layers: Sequence[AttentionLayer]) -> int:
     """Past the longest window that is short enough."""
-    return TOKENS + max((layer.window for layer in layers if layer.window and layer.window <= _LONGEST_WINDOW), default=0)
+    return PROBE_TOKENS + max((layer.window for layer in layers if layer.window and layer.window <= _LONGEST_WINDOW), default=0)
 
 
 def _probe_requests(model: Any, longest: int, block_size: int, num_blocks: int) -> list[Request]:
@@ -202,17 +136,13 @@ def _tail_rows(chunk: ScheduledChunk, token_start: int) -> list[int]:
 def _own_logits(model: Any, request: Request) -> Tensor:
     """Logits of the last positions by the model's own attention, the sequence alone and whole."""
     tokens = torch.tensor([request.prompt_token_ids], device=model.device)
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
+    with attention_implementation(model, "eager"):
         output = model(
             input_ids=tokens,
             position_ids=torch.arange(tokens.shape[1], device=model.device)[None],
             use_cache=False,
             logits_to_keep=min(_TAIL, tokens.shape[1]),
         )
-    finally:
-        model.set_attn_implementation(implementation)
     logits: Tensor = output.logits[0]
     return logits
 

@@ -84,6 +84,17 @@ def current_context() -> PagedContext:
     return context
 
 
+@contextmanager
+def attention_implementation(model: Any, name: str) -> Iterator[None]:
+    """Inside, a transformers model computes attention by the function that is registered under ``name``."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,

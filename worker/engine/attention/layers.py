@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from producer.errors import ModelUnavailable
+from worker.engine.attention.interface import attention_implementation
+from worker.engine.compatibility import refusal
 
 _MASKED = "headrace-discovery"  # a mask function is registered under this name, none under the other
 _UNMASKED = "headrace-profile"
@@ -73,11 +74,11 @@ def discover_layers(model: Any, max_model_len: int) -> dict[nn.Module, Attention
             _run(model, _MASKED, watch.attention, torch.arange(2), 1)
         except (TypeError, ValueError) as error:
             reason = f"it does not run on token ids and positions alone ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            raise _refusal(model, reason) from error
+            raise refusal(model.config, reason) from error
         finally:
             AttentionMaskInterface.register(_MASKED, _no_mask)
     if not watch.layers:
-        raise _refusal(model, "it has no attention layer that goes through transformers' AttentionInterface")
+        raise refusal(model.config, "it has no attention layer that goes through transformers' AttentionInterface")
     return watch.layers
 
 
@@ -90,15 +91,13 @@ def run_without_attention(model: Any, num_tokens: int, num_logits: int, max_mode
 def _run(model: Any, name: str, attention: Callable[..., Any], positions: Tensor, num_logits: int) -> Tensor:
     """Logits of the first tokens, with another attention function."""
     AttentionInterface.register(name, attention)
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation(name)
     positions = positions.to(model.device)
     tokens = torch.zeros_like(positions)
     rows = torch.arange(num_logits, device=model.device)
     try:
-        output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+        with attention_implementation(model, name):
+            output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     finally:
-        model.set_attn_implementation(implementation)
         AttentionInterface.register(name, _attend_to_nothing)  # what was registered may hold the model
     logits: Tensor = output.logits[0]
     return logits
@@ -117,7 +116,7 @@ class _Watch:
 
     def __init__(self, model: Any, max_model_len: int) -> None:
         self.layers: dict[nn.Module, AttentionLayer] = {}
-        self._model = model
+        self._config = model.config
         self._max_model_len = max_model_len
         self._names = {module: name for name, module in model.named_modules()}
         self._mask_functions: dict[int, tuple[Tensor, MaskFunction]] = {}  # by the mask's identity; the mask is kept, so it stays one
@@ -133,10 +132,10 @@ class _Watch:
     ) -> tuple[Tensor, None]:
         """transformers' attention signature; attends to nothing."""
         if module in self.layers:
-            raise _refusal(self._model, f"{self._names[module]} attends twice in one forward, so one KV cache would not do")
+            raise refusal(self._config, f"{self._names[module]} attends twice in one forward, so one KV cache would not do")
         self._check_options(module, options)
         if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
-            raise _refusal(self._model, f"{query.shape[1]} query heads do not share {key.shape[1]} key and {value.shape[1]} value heads")
+            raise refusal(self._config, f"{query.shape[1]} query heads do not share {key.shape[1]} key and {value.shape[1]} value heads")
         layer = AttentionLayer(
             name=self._names[module],
             num_heads=query.shape[1],
@@ -154,17 +153,17 @@ class _Watch:
 
     def _check_options(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-            raise _refusal(self._model, "its attention is not causal")
+            raise refusal(self._config, "its attention is not causal")
         given = {name for name, value in options.items() if value is not None and name not in ("is_causal", "dropout")}
         unknown = given - _HONOURED - _HARMLESS
         if unknown or options.get("dropout"):
-            raise _refusal(self._model, f"its attention takes arguments that are not supported: {', '.join(sorted(unknown)) or 'dropout'}")
+            raise refusal(self._config, f"its attention takes arguments that are not supported: {', '.join(sorted(unknown)) or 'dropout'}")
 
     def _check_mask(self, layer: AttentionLayer, mask: Tensor | None) -> None:
         """Compare whole rows of the layer's own mask with the window's, on both sides of the window's edge and at the longest context."""
         _, function = self._mask_functions.get(id(mask), (None, None))
         if function is None:
-            raise _refusal(self._model, f"{layer.name} is given a mask of the model's own making")
+            raise refusal(self._config, f"{layer.name} is given a mask of the model's own making")
         window = layer.window or 0
         for query in {7, window + 1, 2 * window + 7, min(self._max_model_len, 1 << 17) - 1}:
             keys = torch.arange(query + 3)
@@ -173,8 +172,4 @@ class _Watch:
             if layer.window is not None:
                 expected &= keys > query - layer.window
             if not torch.equal(seen.expand_as(expected), expected):
-                raise _refusal(self._model, f"{layer.name} does not see what a causal window of {layer.window or 'any length'} lets it see")
-
-
-def _refusal(model: Any, reason: str) -> ModelUnavailable:
-    return ModelUnavailable(f"model type {model.config.model_type} is refused: {reason}")
+                raise refusal(self._config, f"{layer.name} does not see what a causal window of {layer.window or 'any length'} lets it see")
