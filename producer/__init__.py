@@ -1,4 +1,4 @@
-"""Headrace's light client: put a request on a queue, block on its answer.
+"""Headrace's light client: puts a request on a queue and blocks on its answer.
 
 Names are loaded when first used, so that ``producer.sampling`` or ``producer.wire`` can be
 imported without redis, and importing the client never loads torch.

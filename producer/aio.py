@@ -58,12 +58,12 @@ class AsyncClient(ClientCore):
         return await self.submit_and_wait(prompt, timeout=timeout, kind="embed", **options)
 
     def get(self, id: str) -> AsyncHandle:  # noqa: A002 - the keyword's name everywhere in the interface
-        """A handle on a request of this queue, whoever submitted it; no I/O."""
+        """A handle on a request of this queue, whichever client submitted it; no I/O."""
         return AsyncHandle(self, self._attach(id))
 
     @property
     def redis(self) -> aioredis.Redis:
-        """The redis-py client below, for commands of the caller's own."""
+        """The underlying redis-py client, for the caller's own commands."""
         if self._connected is None:
             self._connected = self._connect()
         return self._connected
@@ -72,7 +72,7 @@ class AsyncClient(ClientCore):
         return connect_async(self._url, queue=self.queue, **CONNECTION)
 
     async def close(self) -> None:
-        """Close all connections; the client connects anew if it is used again."""
+        """Close all connections; the client connects again if it is used again."""
         connected, self._connected = self._connected, None
         if connected is not None:
             await connected.aclose()
@@ -84,7 +84,7 @@ class AsyncClient(ClientCore):
         await self.close()
 
     async def _drive(self, call: Call[T]) -> T:
-        """Run a call to its end. What interrupts it is the call's to handle: it may have something to take back."""
+        """Run a call to its end. An exception that interrupts it is thrown into the call, which may have something to take back."""
         try:
             step = next(call)
             while True:
@@ -148,7 +148,7 @@ async def _send(pool: aioredis.ConnectionPool, batch: Batch) -> list[Any]:
         async with asyncio.timeout(batch.limit_s) as limit:
             await connection.send_packed_command(connection.pack_commands(batch.commands))
             _check_cancelled(num_cancels)
-            # The first reply may be long in coming, whatever the socket's timeout; ours is due before redis-py's, which would
+            # The first reply may be long in coming, whatever the socket's timeout; our limit comes before redis-py's, which would
             # return None and leave the connection in use.
             replies = [await _read(connection, timeout=batch.limit_s + 1.0)]
             limit.reschedule(None)
@@ -172,7 +172,7 @@ def _num_cancels() -> int:
 
 
 def _check_cancelled(num_before: int) -> None:
-    """Raise a cancel that redis-py did not let through: Python 3.11's `asyncio.wait_for` swallows one that comes as it is done."""
+    """Raise a cancellation that redis-py swallowed: Python 3.11's `asyncio.wait_for` drops one that arrives just as it finishes."""
     if _num_cancels() > num_before:
         raise asyncio.CancelledError
 

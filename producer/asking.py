@@ -1,7 +1,7 @@
-"""Asking servers that know the same, one after the other: nodes of a cluster, sentinels.
+"""Asking servers that know the same (nodes of a cluster, sentinels) one after the other.
 
-One that is silent takes no more than its share of the time there is, and is asked last from then on. Else a call shorter than
-the sockets' timeouts would spend all of it on that one, and so would the next.
+A silent server takes no more than its share of the time left, and is asked last from then on. Otherwise a call shorter than
+the sockets' timeouts would spend all its time on that server, and so would the next call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Answer = TypeVar("Answer")
 
 
 def ask_each(servers: list[T], ask: Callable[[T], Answer], failure: str) -> Answer:
-    """What the first to answer says.
+    """Return the answer of the first server that gives one.
 
     Args:
         servers: in the order to ask them; those that fail are moved behind the others, in place.
 
     Raises:
-        AuthenticationError: a wrong password is wrong at the others, too.
-        ConnectionError: nobody answers; says ``failure`` and the last reason.
+        AuthenticationError: at once, because a wrong password is wrong at the others too.
+        ConnectionError: no server answers; says ``failure`` and the last reason.
     """
     reasons: list[Exception] = []
     for server, share_s in _turns(servers):
@@ -46,14 +46,14 @@ async def ask_each_async(servers: list[T], ask: Callable[[T], Awaitable[Answer]]
 
 
 def _turns(servers: list[T]) -> Iterator[tuple[T, float]]:
-    """Each server with how long it may take: an even share of what those before it have left."""
+    """Each server with the time it may take: an even share of what those before it have left."""
     for num_left, server in zip(range(len(servers), 0, -1), tuple(servers), strict=True):
         yield server, left_s() / num_left
 
 
 @contextmanager
 def _turn(servers: list[T], server: T, reasons: list[Exception]) -> Iterator[None]:
-    """Notes why ``server`` did not answer. What interrupts it meanwhile, a task's cancel too, says that it took too long."""
+    """Notes why ``server`` did not answer, and moves it to the end. Even an interruption, such as a cancelled task, counts as too slow."""
     try:
         yield
     except BaseException as error:

@@ -27,7 +27,7 @@ STATE_TTL_MS = 7 * 24 * 3600 * 1000
 FINAL = (b"done", b"failed", b"cancelled")
 READ_COUNT = 256
 PIPELINE = 256  # requests put at once
-LOST_WITHIN_S = 3600.0  # a state that vanishes this soon after a sign of life was lost by Redis, for it outlives the end by a day
+LOST_WITHIN_S = 3600.0  # Redis lost a state that vanishes this soon after a sign of life: it outlives the end by a day
 
 Status = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
 CancelOutcome = Literal["cancelled", "cancelling", "finished", "unknown"]
@@ -36,7 +36,7 @@ _log = logging.getLogger("headrace")
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request ready to be put on its stream, once or again."""
+    """A request ready to be put on its stream, for the first time or again."""
 
     request_id: str
     keys: tuple[str, str, str, str]
@@ -51,7 +51,7 @@ class Submission:
         return scripts.load("enqueue").command(self.keys, args)
 
     def is_put_by(self, reply: list[Any]) -> bool:
-        """Whether the call that ``reply`` answers put it: under an id of its own it is known only after a reply that was lost."""
+        """Whether the call answered by ``reply`` put it: a generated id is already known only if the reply to an earlier try was lost."""
         return reply[0] == b"queued" or (reply[0] == b"exists" and self.generated_id)
 
 
@@ -82,17 +82,17 @@ def submission(keys: Keys, wanted: Wanted, encoding: Encoding, max_queue_depth: 
 
 
 def cancelled_body(encoding: Encoding) -> bytes:
-    """What the scripts answer a request with that is cancelled before a worker took it."""
+    """What the scripts answer to a request that is cancelled before a worker takes it."""
     return codec.encode_body(codec.encode_error(Cancelled("cancelled before it started")), encoding)
 
 
 @dataclass(slots=True)
 class Ticket:
-    """What a client remembers of a request: how to put it again should Redis lose it, and its last frame once known.
+    """What a client remembers of a request: how to put it again if Redis loses it, and its last frame once known.
 
     Attributes:
         submission: None for a request that this client did not put.
-        deadline: absolute, as the enqueue script returned it ('' for none); None where it did not.
+        deadline: absolute, as the enqueue script returned it ('' for none); None if it did not.
         refused: why the request was not accepted (`Client.submit_many`).
         alive_s: monotonic time of the last sign that Redis knows the request.
     """
@@ -105,7 +105,7 @@ class Ticket:
     alive_s: float = -math.inf
 
     def outcome(self) -> Result:
-        """The result; the error that was answered instead is raised."""
+        """The result; raises the error if the answer was one."""
         if self.refused is not None:
             raise self.refused
         assert self.final is not None, "not finished"
@@ -118,12 +118,12 @@ class Ticket:
 
 
 def enqueue(items: Sequence[Submission], keys: Keys, patience: Patience) -> Call[list[Ticket]]:
-    """Put requests on their streams, `PIPELINE` at a time. A full queue refuses in the ticket, the others go on.
+    """Put requests on their streams, `PIPELINE` at a time. If a queue is full, the ticket says so, and the others continue.
 
     Raises:
-        RedisUnavailable: and it is unknown which were accepted; putting them again under the same ids is safe. Where it is not
-            `retryable`, those that are new and ``durable`` were cancelled, for they may not be on disk: they need other ids.
-        InvalidRequest: ``durable`` was asked for, and this server cannot; they were cancelled as well.
+        RedisUnavailable: it is unknown which were accepted; putting them again under the same ids is safe. If it is not
+            `retryable`, the new ``durable`` ones were cancelled, because they may not be on disk: they need other ids.
+        InvalidRequest: ``durable`` was asked for, and this server does not support it; they were cancelled as well.
     """
     tickets: list[Ticket] = []
     for start in range(0, len(items), PIPELINE):
@@ -160,10 +160,10 @@ def _wait_for_disk(patience: Patience) -> tuple[Argument, ...]:
 
 
 def _check_durable(confirmed: Any, new: Sequence[Submission], keys: Keys, patience: Patience) -> Call[None]:
-    """Take back what was put just now and is not durable; what was on the queue before goes on.
+    """Cancel what was put just now and is not durable; what was on the queue before stays.
 
     Args:
-        confirmed: what WAITAOF said.
+        confirmed: WAITAOF's reply.
     """
     if not isinstance(confirmed, ResponseError) and confirmed[0] >= 1:
         return
@@ -206,18 +206,18 @@ class Wait:
         return self._fold.final is not None or self.ticket.refused is not None
 
     def begin_stream(self) -> Call[None]:
-        """Have the worker publish a frame every step, where it was not asked to from the start."""
+        """Have the worker publish one frame per step, unless the request asked for that from the start."""
         if self.ticket.submission is None or not self.ticket.submission.streaming:
             script, request_id = scripts.load("stream"), self.ticket.request_id
             command = script.command((self._keys.state(request_id), self._keys.control), (request_id, CONTROL_LENGTH))
             yield from one(command, self._patience, script)
 
     def poll(self) -> Call[list[Chunk]]:
-        """Read on for a slice of time; returns the new chunks.
+        """Continue reading for a slice of time; returns the new chunks.
 
         Raises:
             WaitTimeout: out of time.
-            RedisUnavailable: out of time, and Redis is in trouble; or it refuses for good.
+            RedisUnavailable: out of time while Redis is in trouble, or Redis refuses for good.
             ReplyExpired, UnknownRequest: there is nothing to wait for.
         """
         late = self._patience.remaining_s() <= 0.0
@@ -233,7 +233,7 @@ class Wait:
         return self._fold.feed(parse_entries(reply))
 
     def _blocking_read(self) -> Batch:
-        """Behind trouble it does not block: `_look` is due, for Redis may have come back without the request."""
+        """After trouble it does not block: `_look` comes next, because Redis may have come back without the request."""
         block_s = 0.0 if self._patience.troubled else min(BLOCK_S, self._patience.remaining_s())
         return Batch((self._read("BLOCK", max(1, int(block_s * 1000))),), block_s + GRACE_S)
 
@@ -243,7 +243,7 @@ class Wait:
     def _look(self) -> Call[list[Chunk]]:
         """Read without blocking, and find out why there is nothing.
 
-        The state is read before the reply: the script that makes it final writes the last frame, too.
+        The state is read before the reply, because the script that makes the state final also writes the last frame.
         """
         state = ("HGET", self._keys.state(self.ticket.request_id), "status")
         status, reply = yield from exchange(lambda: Batch((state, self._read())), self._patience)
@@ -258,14 +258,14 @@ class Wait:
         return chunks
 
     def _missed(self) -> None:
-        """It has ended, but not behind the last entry read: after a failover ids may run backwards, so look at all of them once."""
+        """It has ended, but not after the last entry read: after a failover ids may run backwards, so look at all of them once."""
         if self._fold.last_id == START:
             raise ReplyExpired("the request has ended, and its reply has expired", request_id=self.ticket.request_id)
         self._fold.rewind()
         self._look_next = True
 
     def _lost(self) -> Call[None]:
-        """Redis knows nothing of it: put our own again where it was lost just now, under the same id."""
+        """Redis does not know the request: if it is ours and was lost just now, put it again under the same id."""
         ticket = self.ticket
         if ticket.submission is None or time.monotonic() - ticket.alive_s > LOST_WITHIN_S:
             raise UnknownRequest("no request of that id is known", request_id=ticket.request_id)

@@ -1,4 +1,4 @@
-"""The blocking client. One serves any number of threads, and goes on serving in a forked child."""
+"""The blocking client. One instance serves any number of threads, and works in a forked child too."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Client(ClientCore):
     def submit_and_wait(self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]) -> Result:
         """Run one request and return its result.
 
-        A request whose caller times out or is interrupted (Ctrl-C) is cancelled; should that fail, it ends by itself soon
-        after, for the timeout is its deadline too where ``deadline_s`` gives none.
+        A request whose caller times out or is interrupted (Ctrl-C) is cancelled. If that fails, it ends by itself soon
+        after, because the timeout is also its deadline unless ``deadline_s`` gives one.
 
         Args:
-            timeout: seconds in all, trouble with Redis included; None waits as long as it takes.
+            timeout: seconds in all, including trouble with Redis; None waits as long as it takes.
 
         Raises:
             InvalidRequest: before anything is sent.
@@ -50,16 +50,16 @@ class Client(ClientCore):
         return self._drive(self._submit_and_wait_call(prompt, timeout, options))
 
     def submit(self, prompt: str | None = None, **options: Unpack[RequestOptions]) -> Handle:
-        """Put one request on the queue; `QueueFull` where its tier is.
+        """Put one request on the queue; raises `QueueFull` if its tier is full.
 
-        An id that is known already is not run again: the handle is that of the earlier request.
+        An id that is already known is not run again: the handle is for the earlier request.
         """
         return Handle(self, self._drive(self._submit_call(prompt, options)))
 
     def submit_many(self, items: Sequence[str | BatchItem]) -> list[Handle]:
         """Put many requests on the queue in few round trips; each is a prompt, or a map of `submit`'s keywords.
 
-        Nothing is sent if one is invalid. One that a full queue refuses raises `QueueFull` from its handle's `result`.
+        Nothing is sent if one is invalid. If a full queue refuses one, its handle's `result` raises `QueueFull`.
         """
         return [Handle(self, ticket) for ticket in self._drive(self._submit_many_call(items))]
 
@@ -72,16 +72,16 @@ class Client(ClientCore):
         return self.submit_and_wait(prompt, timeout=timeout, kind="embed", **options)
 
     def get(self, id: str) -> Handle:  # noqa: A002 - the keyword's name everywhere in the interface
-        """A handle on a request of this queue, whoever submitted it."""
+        """A handle on a request of this queue, whichever client submitted it."""
         return Handle(self, self._attach(id))
 
     def abandon(self, id: str) -> CancelOutcome:  # noqa: A002 - the keyword's name everywhere in the interface
-        """`Handle.cancel` for a caller in a hurry: Redis trouble is waited out for a second only."""
+        """`Handle.cancel` for a caller in a hurry: it waits for Redis for one second only."""
         return self._drive(self._abandon_call(id))
 
     @property
     def redis(self) -> Redis:
-        """The redis-py client below, for commands of the caller's own."""
+        """The underlying redis-py client, for the caller's own commands."""
         pid = os.getpid()
         client = self._by_process.get(pid)
         if client is None:
@@ -89,9 +89,9 @@ class Client(ClientCore):
         return client
 
     def _connect_anew(self, pid: int) -> Redis:
-        """In a forked child, or after `close`. Of several threads that come here first one's client is kept, the others' were never used.
+        """In a forked child, or after `close`. If several threads get here at once, one's client is kept; the others' were never used.
 
-        A child takes nothing over: a lock of the pool may have been held by a thread that was not forked along.
+        A child takes over nothing of its parent's: a thread that was not forked may have held a lock of the pool.
         """
         client = self._by_process.setdefault(pid, self._connect())
         for other in self._by_process.keys() - {pid}:
@@ -102,7 +102,7 @@ class Client(ClientCore):
         return connect(self._url, queue=self.queue, **CONNECTION)
 
     def close(self) -> None:
-        """Close all connections; the client connects anew if it is used again."""
+        """Close all connections; the client connects again if it is used again."""
         connected = self._by_process.pop(os.getpid(), None)
         if connected is not None:
             connected.close()
@@ -114,7 +114,7 @@ class Client(ClientCore):
         self.close()
 
     def _drive(self, call: Call[T]) -> T:
-        """Run a call to its end. What interrupts it is the call's to handle: it may have something to take back."""
+        """Run a call to its end. An exception that interrupts it is thrown into the call, which may have something to take back."""
         try:
             step = next(call)
             while True:
@@ -146,8 +146,8 @@ class Handle(HandleCore):
         """Wait for the final reply.
 
         Raises:
-            WaitTimeout: not within ``timeout`` seconds; the request goes on.
-            ReplyExpired, UnknownRequest: there is none to wait for.
+            WaitTimeout: not within ``timeout`` seconds; the request continues.
+            ReplyExpired, UnknownRequest: there is no reply to wait for.
             Cancelled, DeadlineExceeded, BatchFailed, …: the error that the request was answered with.
         """
         return self._client._drive(self._result_call(timeout))
@@ -177,11 +177,11 @@ class Handle(HandleCore):
         return self._client._drive(self._status_call())
 
     def cancel(self) -> CancelOutcome:
-        """Ask for an end.
+        """Ask for the request to be cancelled.
 
         Returns:
-            ``cancelled`` before it started, ``cancelling`` where a worker runs it, ``finished`` where there was nothing to
-            cancel any more; ``unknown`` orders it beforehand.
+            ``cancelled`` if it had not started, ``cancelling`` if a worker runs it, ``finished`` if it had ended already,
+            ``unknown`` if no request has the id yet: one that is put under it will be refused.
         """
         return self._client._drive(self._cancel_call())
 

@@ -1,9 +1,9 @@
 """Redis Cluster: connections that follow a queue to the node that serves it.
 
-All keys of a queue share a slot, so one node at a time serves all of it. What a queue needs of a cluster is therefore plain
+All keys of a queue share a slot, so one node at a time serves all of it. A queue therefore needs only plain
 connections to that node: pipelines, blocking reads of several streams, scripts and WAITAOF work as on a single server. When
-the slot moves, or its node fails, a connection breaks, as it does when a server restarts, and the next one goes to the new
-node. redis-py's `RedisCluster` is made for keys all over the cluster; it sends commands again by itself, which is ours to decide.
+the slot moves or its node fails, the connection breaks as it does when a server restarts, and the next one goes to the new
+node. redis-py's `RedisCluster` is made for keys all over the cluster, and resends commands by itself, which must be our decision.
 
 While a slot migrates key by key (ASK, TRYAGAIN) the queue waits: our scripts need all of a request's keys on one node.
 """
@@ -28,8 +28,8 @@ class Slot:
     """Where one slot is served; shared by all connections of a client, from any thread.
 
     Attributes:
-        primary: the node that serves it; None where that has to be asked.
-        nodes: whom to ask, in this order; one list, that changes.
+        primary: the node that serves it; None if it has to be asked for.
+        nodes: the nodes to ask, in this order; one list, changed in place.
     """
 
     def __init__(self, key: str, seeds: Sequence[Address]) -> None:
@@ -53,24 +53,24 @@ class Slot:
         raise ClusterDownError(f"no node serves slot {self._number}")
 
     def move(self, by: Address, error: MovedError) -> None:
-        """The node ``by`` says where the slot is served now."""
+        """Take over from the node ``by`` where the slot is served now."""
         self.primary = _address(by, (error.host.encode(), error.port))
 
     def lose(self, address: Address) -> None:
-        """A connection to ``address`` has ended. Whoever named it is asked last: it may be cut off from the others."""
+        """A connection to ``address`` has ended. The node that named it is asked last: it may be cut off from the others."""
         if self.primary == address:
             self.primary = None
             self.nodes[:] = [*self.nodes[1:], self.nodes[0]]
 
 
 def _address(asked: Address, node: Sequence[Any]) -> Address:
-    """A node that does not know its own name is where it was asked."""
+    """A node's address; one that does not know its own name is where it was asked."""
     host, port = node[0], node[1]
     return (asked[0] if host in (None, b"", b"?") else host.decode()), port
 
 
 def _to_ask(node: Address, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a connection to any node: one that accepts it has to answer as soon as one that does not."""
+    """Arguments of a connection to any node; the time limit for accepting a connection also limits answering."""
     return {**kwargs, "host": node[0], "port": node[1], "socket_timeout": kwargs["socket_connect_timeout"]}
 
 
@@ -97,7 +97,7 @@ class _Follower(AbstractConnection):
         super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
 
     def disconnect(self, *args: Any, **kwargs: Any) -> None:
-        """However it ended: a node that fails may fall silent, and a queue may have moved without a word."""
+        """Forget the node, however the connection ended: a failing node may fall silent, and a queue may move without notice."""
         super().disconnect(*args, **kwargs)  # type: ignore[no-untyped-call]  # redis-py does not annotate it
         self._slot.lose((self.host, self.port))
 
@@ -149,7 +149,7 @@ class _AsyncFollower(aioredis.connection.AbstractConnection):
         await super().connect()  # type: ignore[no-untyped-call]  # redis-py does not annotate it
 
     async def disconnect(self, *args: Any, **kwargs: Any) -> None:
-        """However it ended: a node that fails may fall silent, and a queue may have moved without a word."""
+        """Forget the node, however the connection ended: a failing node may fall silent, and a queue may move without notice."""
         await super().disconnect(*args, **kwargs)
         self._slot.lose((self.host, self.port))
 

@@ -2,7 +2,7 @@
 
 An entry has plain fields and one body field whose name is its encoding. Bodies are plain maps,
 lists, strings, numbers, booleans and nulls: no msgpack extension types, no binary strings, string
-keys only. Whatever bytes come in, decoding a request raises nothing but `InvalidRequest`.
+keys only. Whatever bytes come in, decoding a request raises only `InvalidRequest`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "continuations")
 
 
 def encode_request(request: GenerateRequest, encoding: Encoding = "msgpack") -> Fields:
-    """The stream entry of ``request``; plain fields that say nothing are left out."""
+    """The stream entry of ``request``; plain fields without a value are left out."""
     plain: dict[str, str | int | None] = {
         "id": request.id,
         "v": PROTOCOL_VERSION,
@@ -63,7 +63,7 @@ def decode_request(entry: Mapping[bytes, bytes], tier: Tier) -> GenerateRequest:
     """The request in a stream entry of ``tier``.
 
     Raises:
-        InvalidRequest: whatever is wrong with it; ``field`` names the culprit.
+        InvalidRequest: anything is wrong with it; ``field`` names the culprit.
     """
     version = _plain_integer(entry, b"v")
     if version not in (None, PROTOCOL_VERSION):
@@ -84,7 +84,7 @@ def decode_request(entry: Mapping[bytes, bytes], tier: Tier) -> GenerateRequest:
 
 
 def request_id_of(entry: Mapping[bytes, bytes]) -> str | None:
-    """The id of an entry that may be invalid otherwise; None where no reply key can be made of it."""
+    """The id of an entry that may be otherwise invalid; None if no reply key can be made of it."""
     try:
         return check_name("id", _plain_text(entry, b"id", 128))
     except InvalidRequest:
@@ -92,14 +92,14 @@ def request_id_of(entry: Mapping[bytes, bytes]) -> str | None:
 
 
 def encoding_of(entry: Mapping[bytes, bytes]) -> Encoding:
-    """The encoding to reply in: the one body's, and JSON where that is missing or ambiguous."""
+    """The encoding to reply in: that of the one body, or JSON if the body is missing or ambiguous."""
     return "msgpack" if b"msgpack" in entry and b"json" not in entry else "json"
 
 
 def encode_body(body: Mapping[str, Any], encoding: Encoding) -> bytes:
-    """``body`` as bytes; deterministic: map order is kept, and numbers take their shortest form.
+    """``body`` as bytes. Deterministic: map order is kept, and numbers take their shortest form.
 
-    What is not a plain type can only be a map: everything else was refused when the request was made.
+    A value that is not of a plain type can only be a map: everything else was refused when the request was made.
     """
     if encoding == "msgpack":
         packed = msgpack.packb(body, use_bin_type=True, default=dict)
@@ -112,7 +112,7 @@ def decode_body(body: bytes, encoding: Encoding) -> dict[str, Any]:
     """The map in ``body``.
 
     Raises:
-        InvalidRequest: it is none; the field is the encoding's name.
+        InvalidRequest: it is no such map; the field is the encoding's name.
     """
     parse = _parse_msgpack if encoding == "msgpack" else _parse_json
     try:
@@ -159,7 +159,7 @@ def encode_chunk(chunk: Chunk) -> dict[str, Any]:
 
 
 def decode_chunk(frame: Frame) -> Chunk:
-    """The chunk in a ``tokens`` frame; `InternalError` where it is malformed."""
+    """The chunk in a ``tokens`` frame; raises `InternalError` if it is malformed."""
     with _Malformed():
         return Chunk(
             text=str(frame.body["text"]),
@@ -193,7 +193,7 @@ def encode_result(result: Result) -> dict[str, Any]:
 
 
 def decode_result(frame: Frame) -> Result:
-    """The result in a ``final`` frame; `InternalError` where it is malformed."""
+    """The result in a ``final`` frame; raises `InternalError` if it is malformed."""
     body = frame.body
     with _Malformed():
         return Result(
@@ -241,7 +241,7 @@ def decode_error(frame: Frame, request_id: str | None = None) -> HeadraceError:
 
 
 class _Malformed:
-    """Turns what a body of the wrong shape raises into `InternalError`."""
+    """Turns the exceptions from a body of the wrong shape into `InternalError`."""
 
     def __enter__(self) -> None:
         pass
@@ -266,7 +266,7 @@ def _decode_request_body(entry: Mapping[bytes, bytes]) -> dict[str, Any]:
         raise validate.invalid("body", f"exactly one of the fields msgpack and json (got {'both' if present else 'neither'})")
     encoding = present[0]
     body = entry[encoding.encode()]
-    if len(body) > MAX_BODY_BYTES:  # a reply's has no such limit: the request's own bound it
+    if len(body) > MAX_BODY_BYTES:  # a reply's body has no such limit: the request's own limits bound it
         raise validate.invalid(encoding, f"at most {MAX_BODY_BYTES} bytes (got {len(body)})")
     return decode_body(body, encoding)
 

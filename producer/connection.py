@@ -1,7 +1,7 @@
 """Connections to Redis, with every time limit and retry explicit, and what its errors mean.
 
 redis-py by default times a socket out after five seconds, sends a failed command again by itself
-and holds at most 100 connections. Here nothing is sent twice by the library: whoever calls decides,
+and holds at most 100 connections. Here the library sends nothing twice: the caller decides,
 because only the caller knows whether a command may have been run already.
 """
 
@@ -31,7 +31,7 @@ SOCKET_TIMEOUT_S = 10.0  # no reply for this long is a dead connection
 CONNECT_TIMEOUT_S = 5.0
 BLOCK_S = 4.0  # one slice of a blocking read; shorter than the socket's timeout, or a quiet stream would look dead
 HEALTH_CHECK_S = 30
-MAX_CONNECTIONS = 2**31  # a blocked caller holds a connection; how many callers there are is not ours to limit
+MAX_CONNECTIONS = 2**31  # a blocked caller holds a connection; we do not limit the number of callers
 SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -54,14 +54,14 @@ _TRANSIENT_PREFIXES = (
 def connect(url: str, *, queue: str | None = None, **options: Any) -> redis.Redis:
     """A client for ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://host:port,…/service/db`` or ``redis+cluster://host:port,…``.
 
-    It connects when first used, answers in bytes and RESP2 shapes, never sends a command twice, and has no limit of connections.
+    It connects when first used, answers in bytes and RESP2 shapes, never sends a command twice, and does not limit connections.
 
     Args:
-        queue: on a cluster, the queue whose node is followed; that queue's keys alone can be reached.
-        options: settings of the connections (redis-py's names) instead of ours; those in the URL's query win over both.
+        queue: on a cluster, the queue whose node is followed; only that queue's keys can be reached.
+        options: settings of the connections (redis-py's names) in place of ours; those in the URL's query override both.
 
     Raises:
-        ValueError: the URL is malformed, names a certificate that is not there, or is a cluster's and there is no ``queue``;
+        ValueError: the URL is malformed, names a missing certificate file, or is a cluster's while ``queue`` is missing;
             the message holds no password.
     """
     retry = Retry(NoBackoff(), 0)
@@ -84,7 +84,7 @@ def redact(url: str) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether waiting can cure it: lost connections, restarts, failovers, full memory; not passwords, ACLs or our own bugs."""
+    """Whether waiting can help: lost connections, restarts, failovers, full memory; not passwords, ACLs or our own bugs."""
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
         return False
     if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | exceptions.ClusterDownError):
@@ -93,13 +93,13 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _is_transient_reply(error: exceptions.ResponseError) -> bool:
-    """By type where redis-py has one (it cuts the code off the text then), else by the code that the text begins with."""
+    """By type if redis-py has one (it then strips the code from the text), else by the code that the text begins with."""
     transient = (exceptions.ReadOnlyError, exceptions.OutOfMemoryError, exceptions.TryAgainError, exceptions.AskError)
     return isinstance(error, transient) or str(error).startswith(_TRANSIENT_PREFIXES)
 
 
 class Backoff:
-    """Growing, jittered pauses: the n-th lies between half and the whole of ``min(first * 2**n, cap)``."""
+    """Growing, jittered pauses: the n-th lies between half and all of ``min(first * 2**n, cap)``."""
 
     def __init__(self, first_s: float = 0.05, cap_s: float = 2.0) -> None:
         self._first_s = first_s
@@ -126,7 +126,7 @@ def _scheme(url: str) -> str:
 
 
 def _pool_options(url: str, queue: str | None, retry: Any, options: dict[str, Any], classes: Mapping[str, type]) -> dict[str, Any]:
-    """Arguments of a connection pool, whose connections are of the class of the URL's scheme, or follow ``queue`` with it."""
+    """Arguments of a connection pool. Its connections have the class for the URL's scheme, or one that follows ``queue`` with it."""
     if _scheme(url) in CLUSTER_SCHEMES:
         from producer.cluster import FOLLOWERS, Slot
 
@@ -143,10 +143,10 @@ def _pool_options(url: str, queue: str | None, retry: Any, options: dict[str, An
 
 
 def _options(url: str, retry: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """What a plain URL and we say of a connection."""
+    """A connection's arguments from a plain URL and from us."""
     from_url: dict[str, Any] = parse_url(url)
     for name in _FILES:
-        if name in from_url and not os.path.isfile(from_url[name]):  # would look like Redis trouble, and be waited for
+        if name in from_url and not os.path.isfile(from_url[name]):  # would look like Redis trouble, which is waited out
             raise ValueError(f"{name} in the Redis URL names no file")
     defaults: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_S,
@@ -161,7 +161,7 @@ def _options(url: str, retry: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_options(kwargs: dict[str, Any]) -> None:
-    """Find now, not at the first command, what the connection would not take."""
+    """Find options that the connection refuses now, not at the first command."""
     try:
         kwargs["connection_class"](**{name: value for name, value in kwargs.items() if name not in ("connection_class", "max_connections")})
     except (TypeError, exceptions.RedisError) as error:
@@ -169,7 +169,7 @@ def _check_options(kwargs: dict[str, Any]) -> None:
 
 
 def _keepalive() -> dict[int, int]:
-    """A peer that vanished is noticed after about a minute, also where nothing times out."""
+    """A peer that vanished is noticed after about a minute, even if nothing times out."""
     wanted = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
     return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
@@ -191,7 +191,7 @@ def _split(url: str) -> tuple[str, str, str, str]:
 
 
 def _split_sentinel(url: str) -> tuple[list[Address], str, str]:
-    """Sentinels, service, and a plain URL that carries user, password, database and query; its host is nobody's."""
+    """Sentinels, service, and a plain URL that carries user, password, database and query; its host is a placeholder."""
     user, hosts, path, query = _split(url)
     service, _, database = path.partition("/")
     if not hosts or not service or "/" in database:
@@ -201,7 +201,7 @@ def _split_sentinel(url: str) -> tuple[list[Address], str, str]:
 
 
 def _split_cluster(url: str) -> tuple[list[Address], str]:
-    """Nodes, and a plain URL that carries user, password and query; its host is nobody's."""
+    """Nodes, and a plain URL that carries user, password and query; its host is a placeholder."""
     user, hosts, path, query = _split(url)
     if not hosts or path not in ("", "0"):
         raise ValueError("a cluster URL is redis+cluster://[user:password@]host:port[,host:port…]; a cluster's database is 0")
@@ -209,7 +209,7 @@ def _split_cluster(url: str) -> tuple[list[Address], str]:
 
 
 def _sentinel_options(plain: str, retry: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the data connections and of those to the sentinels, which have no password in common."""
+    """Arguments of the data connections and of those to the sentinels; the password is only for the former."""
     kwargs = _options(plain, retry, options)
     for name in ("host", "port", "connection_class"):
         kwargs.pop(name, None)

@@ -1,4 +1,4 @@
-"""What the blocking client and the asyncio client have in common: all but the I/O."""
+"""What the blocking and the asyncio client have in common: everything except the I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from producer.wire import Chunk, Encoding, Result
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 DEADLINE_GRACE_S = 5.0  # how long after its caller's timeout a request that could not be cancelled may still run
 ABANDON_S = 1.0  # how long the cancelling of an abandoned request may take
-CONNECTION = {"health_check_interval": 0}  # a PING before a call has a time limit of its own, and each exchange finds a dead peer
+CONNECTION = {"health_check_interval": 0}  # a PING before a call would have its own time limit, and each exchange notices a dead peer
 
 
 class Settings(TypedDict, total=False):
@@ -31,7 +31,7 @@ class Settings(TypedDict, total=False):
         encoding: of the bodies, requests and replies; ``msgpack`` (default) or ``json``.
         max_queue_depth: most requests queued and running in a tier, unless the queue's own limit is set in Redis; one more
             is refused with `QueueFull`. None (default) does not limit.
-        patience_s: how long Redis trouble is waited out in calls without a timeout of their own; 10 s by default.
+        patience_s: how long calls without a timeout wait for Redis during trouble; 10 s by default.
     """
 
     encoding: Encoding
@@ -45,7 +45,7 @@ class ClientCore:
     def __init__(
         self, url: str, queue: str, *, encoding: Encoding = "msgpack", max_queue_depth: int | None = None, patience_s: float = 10.0
     ) -> None:
-        """Nothing is connected before it is used.
+        """Connect when first used.
 
         Args:
             url: ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://host:port,…/service/db`` or
@@ -102,7 +102,7 @@ class ClientCore:
             return (yield from self._answer_call(wanted, self._patience_of(timeout_s), traced))
 
     def _answer_call(self, wanted: Wanted, patience: Patience, traced: Traced) -> Call[Result]:
-        """A request whose caller gives up, times out or is interrupted is cancelled before the error goes on."""
+        """A request whose caller gives up, times out or is interrupted is cancelled before the error is raised."""
         ticket = None
         try:
             ticket = yield from self._enqueue_call(wanted, patience, traced)
@@ -116,7 +116,7 @@ class ClientCore:
             raise
 
     def _abandon_call(self, request_id: str) -> Call[calls.CancelOutcome]:
-        """Cancel what nobody waits for any more, in little time."""
+        """Cancel a request that nobody waits for any more, within `ABANDON_S`."""
         return calls.cancel(self.keys, request_id, self._patience_of(ABANDON_S))
 
     def _wait_call(self, ticket: Ticket, patience: Patience) -> Call[Result]:
@@ -151,7 +151,7 @@ class HandleCore:
         return Wait(self._core.keys, self._ticket, self._core._patience_of(check_timeout(timeout_s)), streaming=True)
 
     def _whole(self) -> list[Chunk]:
-        """A reply that was read before, as one chunk; an error that was answered is raised."""
+        """A reply that was read before, as one chunk; raises the error if the answer was one."""
         result = self._ticket.outcome()
         return [Chunk(result.text, result.token_ids, attempt=result.attempt, logprobs=result.logprobs)]
 

@@ -1,4 +1,4 @@
-"""Dead letters: requests that were given up, kept for an operator to look at, run again or throw away."""
+"""Dead letters: requests that were given up, kept for an operator to inspect, run again or throw away."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeadLetter:
     Attributes:
         entry: its id on the stream of dead letters.
         request: the request's entry, as it was on its stream.
-        code, message, attempts, worker, ms: how, after how many deliveries, where last and when (Redis time) it died.
+        code, message, attempts, worker, ms: how it died, after how many attempts, on which worker last, and when (Redis time).
         history: its earlier deaths, oldest first, if it was replayed before.
     """
 
@@ -47,7 +47,7 @@ class DeadLetter:
 
     @property
     def death(self) -> dict[str, Any]:
-        """This death, as it will stand in the history."""
+        """This death, as an item of the history."""
         return {"code": self.code, "message": self.message, "attempts": self.attempts, "worker": self.worker, "ms": self.ms}
 
 
@@ -77,11 +77,11 @@ def latest(client: redis.Redis, keys: Keys, count: int) -> list[DeadLetter]:
 
 
 def replay(client: redis.Redis, keys: Keys, letter: DeadLetter) -> str:
-    """Put ``letter`` back on its stream, as the same request with its history; its old state and reply go.
+    """Put ``letter`` back on its stream, as the same request with its history; its old state and reply are deleted.
 
     Returns:
-        ``queued``; ``gone`` where it is no dead letter any more; ``busy`` where its id is queued or running again; ``answered``
-        where the id was put again since, and the reply that is there is not this death's.
+        ``queued``; ``gone`` if it is no longer a dead letter; ``busy`` if its id is queued or running again; ``answered``
+        if the id has been put again since, and the present reply is not that of this death.
 
     Raises:
         InvalidRequest: the letter has no usable id, or does not say which tier it belongs to.
@@ -117,7 +117,7 @@ def _letter(entry_id: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
 
 
 def _history(value: bytes) -> list[dict[str, Any]]:
-    """The field is the caller's to write, so it may be anything; what is no history counts as none."""
+    """A caller may write anything into this field; anything that is not a history counts as none."""
     try:
         history = json.loads(value.decode())
     except (ValueError, RecursionError):

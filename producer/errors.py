@@ -1,6 +1,6 @@
 """The errors a caller can meet, and their stable wire codes.
 
-Every error has a ``code`` that never changes and says through ``retryable`` whether sending the
+Every error has a ``code`` that never changes, and ``retryable`` says whether sending the
 same request again can help. Messages name the field, the value's type and the limit, never the
 user's text.
 """
@@ -16,9 +16,9 @@ class HeadraceError(Exception):
     Attributes:
         code: stable identifier, the same on the wire, in logs and in metrics.
         retryable: whether the same request may succeed when it is sent again.
-        request_id: the request it concerns, where there is one.
-        field: the offending field of the request, where there is one.
-        partial_text: what had been generated before the error, where anything was.
+        request_id: the request it concerns, if there is one.
+        field: the offending field of the request, if there is one.
+        partial_text: what had been generated before the error, if anything.
         partial_token_ids: the token ids of ``partial_text``.
     """
 
@@ -136,7 +136,7 @@ class UnknownRequest(HeadraceError, LookupError):
 
 
 class RedisUnavailable(HeadraceError, ConnectionError):
-    """Redis could not be reached, or refuses to serve, for longer than the caller waits."""
+    """Redis could not be reached, or refused to serve, for longer than the caller waits."""
 
     code = "REDIS_UNAVAILABLE"
     retryable = True

@@ -1,4 +1,4 @@
-"""Sending commands to Redis and waiting its troubles out, without the I/O.
+"""Sending commands to Redis and waiting for it during trouble, without the I/O.
 
 Every call of the clients is a generator: it yields a `Batch` of commands (or a `Pause`) and is sent the replies. `client`
 drives it with sockets and threads, `aio` with an event loop; neither holds logic of its own.
@@ -20,7 +20,7 @@ from producer.connection import SOCKET_TIMEOUT_S, Backoff, is_transient
 from producer.errors import RedisUnavailable, WaitTimeout
 from producer.scripts import Argument, Script
 
-GRACE_S = 0.5  # how much later than asked a healthy server may answer a blocking read
+GRACE_S = 0.5  # how much later than requested a healthy server may answer a blocking read
 
 T = TypeVar("T")
 _log = logging.getLogger("headrace")
@@ -30,9 +30,9 @@ _log = logging.getLogger("headrace")
 class Batch:
     """Commands to be sent at once on one connection.
 
-    The driver answers with one raw RESP2 reply a command, a `ResponseError` standing for itself, or throws the `RedisError`
-    that broke the connection. No connection within ``connect_limit_s`` is a `redis.TimeoutError`, and so is no first reply
-    within ``limit_s`` after that.
+    The driver answers with one raw RESP2 reply per command (an error reply is a `ResponseError` in its place), or throws the
+    `RedisError` that broke the connection. It throws `redis.TimeoutError` if there is no connection within ``connect_limit_s``,
+    or no first reply within ``limit_s`` after that.
     """
 
     commands: tuple[tuple[Argument, ...], ...]
@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Nothing to do for so long."""
+    """Nothing to do for this long."""
 
     seconds: float
 
@@ -66,7 +66,7 @@ class Outage:
 
     def end(self) -> None:
         """An exchange succeeded."""
-        if self._since_s is None:  # as nearly always: no lock
+        if self._since_s is None:  # the usual case, without the lock
             return
         with self._lock:
             since_s, self._since_s = self._since_s, None
@@ -75,7 +75,7 @@ class Outage:
 
 
 class Patience:
-    """How long one call may take altogether, and how long Redis trouble is waited out meanwhile.
+    """How long one call may take in all, and how long it waits for Redis during trouble.
 
     Attributes:
         troubled: Redis has not answered since its last trouble.
@@ -108,7 +108,7 @@ class Patience:
         return Pause(min(self._backoff.next_s(), remaining_s))
 
     def answered(self) -> None:
-        """Redis answers (again)."""
+        """Redis has answered."""
         self.troubled = False
         self._backoff.reset()
         self._outage.end()
@@ -118,11 +118,11 @@ class Patience:
 
 
 def exchange(make: Callable[[], Batch], patience: Patience, script: Script | None = None, *, judge_last: bool = False) -> Call[list[Any]]:
-    """Send what ``make`` returns until Redis answers it; all of our commands may be run twice.
+    """Send what ``make`` returns until Redis answers it; all of our commands may safely run twice.
 
     Args:
-        script: sent along where the server does not know it.
-        judge_last: the caller judges what the last command says, a refusal too.
+        script: sent along if the server does not know it.
+        judge_last: the caller handles the last command's reply, even an error.
 
     Raises:
         RedisUnavailable: Redis was in trouble until the end of ``patience``, or refuses a command.

@@ -16,7 +16,7 @@ from producer.errors import InvalidRequest
 Tier = Literal["realtime", "batch"]
 TIERS: tuple[Tier, ...] = ("realtime", "batch")
 GROUP = "workers"
-CONTROL_LENGTH = 10_000  # entries, more or less, that the streams of orders are kept at
+CONTROL_LENGTH = 10_000  # entries, approximately, to which the streams of orders are trimmed
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
@@ -69,7 +69,7 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """Sorted set of the names that live workers have, by the time in ms at which each one's hash expires unless renewed."""
+        """Sorted set of the live workers' names, scored by the time in ms at which each one's hash expires unless renewed."""
         return self.prefix + "workers"
 
     @property

@@ -1,4 +1,4 @@
-"""What a caller may say about a request, and the `GenerateRequest` made of it."""
+"""What a caller may specify for a request, and the `GenerateRequest` made of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_DEADLINE_S = 10 * 365 * 86400.0
 
 
 class CommonOptions(TypedDict, total=False):
-    """Keywords of every submitting call. The sampling ones are `SamplingParams`' fields, which ``params`` gives all at once.
+    """Keywords of every submitting call. The sampling ones are the fields of `SamplingParams`; ``params`` sets them all at once.
 
     Attributes:
         messages: chat messages (``role``, ``content``), instead of a prompt; the model's chat template is applied.
@@ -26,11 +26,11 @@ class CommonOptions(TypedDict, total=False):
         tier: ``realtime`` (default) or ``batch``.
         id: 1-128 characters of ``[A-Za-z0-9._-]``; None makes a UUIDv7. A known id is not run again.
         deadline_s: seconds from now, on Redis's clock, after which the request fails with `DeadlineExceeded`.
-        source, user, task: labels of the caller's own.
-        stream: have a frame published every step from the first; `Handle.stream` asks for that where it is missing. Refused with
-            ``n`` > 1, whose outputs come with the final reply alone.
+        source, user, task: the caller's own labels.
+        stream: have one frame per step published from the first step on; `Handle.stream` asks for that if it was not set. Refused
+            with ``n`` > 1, whose outputs come with the final reply only.
         durable: return only when the request is on Redis's disk (WAITAOF; Redis 7.2 with ``appendonly yes``).
-            One that is not there in time is cancelled, and its id used up.
+            A request that is not on disk in time is cancelled, and its id is used up.
     """
 
     messages: Sequence[Mapping[str, Any]] | None
@@ -82,10 +82,10 @@ class BatchItem(RequestOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A checked request, and what goes beside it.
+    """A checked request, and what accompanies it.
 
     Attributes:
-        generated_id: the id is this request's own: what Redis knows under it was put for it.
+        generated_id: the id was made for this request, so whatever Redis has under it is this request.
     """
 
     request: GenerateRequest

@@ -16,7 +16,7 @@ def outcome(frame: Frame, request_id: str) -> Result:
     """The result in a reply's last frame.
 
     Raises:
-        HeadraceError: the error that it holds instead.
+        HeadraceError: the frame holds this error instead.
     """
     if frame.type == "error":
         raise codec.decode_error(frame, request_id)
@@ -26,16 +26,16 @@ def outcome(frame: Frame, request_id: str) -> Result:
 class ReplyFold:
     """What has been read of one reply stream.
 
-    Frames are folded by the index of their tokens, so a token is never given out twice, and what was missed (frames that
-    Redis lost, a reader that came late) is made up for from the final frame: the chunks joined are the final text.
+    Frames are folded by the index of their tokens, so a token is never returned twice. What was missed (frames that
+    Redis lost, a reader that came late) is filled in from the final frame: the joined chunks are the final text.
 
     Attributes:
-        last_id: entry id to read on from.
+        last_id: entry id from which to continue reading.
         final: the last frame, once it is there.
     """
 
     def __init__(self, *, streaming: bool) -> None:
-        """Args: streaming: give chunks out; otherwise only the last frame is looked at."""
+        """Args: streaming: return chunks; otherwise only the last frame is looked at."""
         self._streaming = streaming
         self.last_id = START
         self.final: Frame | None = None
@@ -43,7 +43,7 @@ class ReplyFold:
         self._texts: list[str] = []
 
     def rewind(self) -> None:
-        """Read from the start again; what was given out already is skipped."""
+        """Read from the start again; what was already returned is skipped."""
         self.last_id = START
 
     def feed(self, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Chunk]:
@@ -68,7 +68,7 @@ class ReplyFold:
         return self._remainder(codec.decode_result(frame)) if self._streaming and frame.type == "final" else None
 
     def _next(self, chunk: Chunk) -> Chunk | None:
-        """``chunk`` where it follows on; one that repeats or skips tokens waits for the final frame, whose text has no seams."""
+        """``chunk`` if it continues where the last one ended, else None: the final frame fills in what is repeated or skipped."""
         if chunk.index != self._num_tokens or not chunk.token_ids:
             return None
         self._num_tokens += len(chunk.token_ids)

@@ -30,7 +30,7 @@ class SamplingParams:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: nucleus: the smallest set of tokens whose probability reaches this.
         top_k: only the k likeliest tokens; 0 or -1 turns it off.
-        min_p: only tokens at least this share as likely as the likeliest.
+        min_p: only tokens with at least this share of the likeliest token's probability.
         repetition_penalty: divides (multiplies negative) logits of tokens in prompt or output (CTRL).
         presence_penalty: subtracted once from logits of tokens in the output.
         frequency_penalty: subtracted per occurrence in the output.
@@ -38,8 +38,8 @@ class SamplingParams:
         seed: makes the noise a function of (seed, position) alone; None derives it from the request's id.
         stop: strings that end the output; the string itself is not returned.
         stop_token_ids: token ids that end the output, besides the model's EOS.
-        logprobs: return this many top log-probabilities a token, besides the chosen one's.
-        ignore_eos: go on after the model's EOS.
+        logprobs: return this many top log-probabilities per token, besides the chosen one's.
+        ignore_eos: continue after the model's EOS.
         n: how many independent outputs of one prompt, in `Result.choices`; each has a seed of its own, derived from ``seed``.
         response_format: OpenAI's ``{"type": "json_schema", "json_schema": {"schema": {...}}}`` or ``{"type": "json_object"}``,
             and ``{"type": "regex", "regex": "..."}``, ``{"type": "choice", "choices": [...]}``.
@@ -102,7 +102,7 @@ class SamplingParams:
         """The fields that differ from their defaults, as plain maps, lists and scalars."""
         values = {name: getattr(self, name) for name in FIELD_NAMES}
         wire = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
-        if "logit_bias" in wire:  # JSON has string keys only, so every encoding has
+        if "logit_bias" in wire:  # JSON has string keys only, so every encoding does
             wire["logit_bias"] = {str(token): bias for token, bias in wire["logit_bias"].items()}
         for name in ("stop", "stop_token_ids"):
             if name in wire:
@@ -111,7 +111,7 @@ class SamplingParams:
 
     @classmethod
     def from_wire(cls, body: Mapping[str, Any]) -> SamplingParams:
-        """Take the sampling fields out of a request body; other fields and nulls are ignored."""
+        """Build from the sampling fields of a request body; other fields and nulls are ignored."""
         return cls(**{name: body[name] for name in FIELD_NAMES if body.get(name) is not None})
 
     @classmethod

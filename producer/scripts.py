@@ -1,7 +1,7 @@
 """Lua scripts, kept as files beside the package that owns them.
 
 A script is called by its hash. A server that does not know it (restarted, failed over, flushed)
-says NOSCRIPT, and is then sent the text.
+answers NOSCRIPT, and is then sent the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Argument = str | bytes | int | float
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A Lua script: its text, and the SHA-1 hash that Redis knows it by."""
+    """A Lua script: its text, and the SHA-1 hash by which Redis knows it."""
 
     name: str
     source: str
@@ -38,7 +38,7 @@ class Script:
         return ("SCRIPT", "LOAD", self.source)
 
     def __call__(self, client: redis.Redis, keys: Iterable[str], args: Iterable[Argument] = ()) -> Any:
-        """Run it on ``client`` (no pipeline); the reply as redis-py gives it."""
+        """Run it on ``client`` (not a pipeline); returns the reply as redis-py gives it."""
         command = self.command(keys, args)
         try:
             return client.execute_command(*command)

@@ -1,4 +1,4 @@
-"""Sentinels: who the master is, as the first of them says that answers."""
+"""Sentinels: the master is the one named by the first sentinel that answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from producer.sockets import Address
 
 class Sentinel(RedisSentinel):
     def discover_master(self, service_name: str) -> Address:
-        """Raises ConnectionError where no sentinel says it."""
+        """Raises ConnectionError if no sentinel names it."""
         return ask_each(self.sentinels, lambda sentinel: _master(self, service_name, sentinel.sentinel_masters()), _failure(service_name))
 
 
@@ -30,7 +30,7 @@ class AsyncSentinel(RedisAsyncSentinel):
 
 
 class AsyncPool(SentinelConnectionPool):
-    """Closes the connections to the sentinels with its own: redis-py leaves them, and an event loop closes nothing by itself."""
+    """Closes the connections to the sentinels with its own: redis-py leaves them open, and an event loop closes nothing by itself."""
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -43,7 +43,7 @@ def _failure(service_name: str) -> str:
 
 
 def _master(asking: Sentinel | AsyncSentinel, service_name: str, masters: Any) -> Address:
-    """Where ``masters``, a sentinel's answer, says that the master is."""
+    """The master's address in ``masters``, a sentinel's answer."""
     state = masters.get(service_name)
     if state is None or not asking.check_master_state(state, service_name):
         raise MasterNotFoundError("there is none, or it is down")

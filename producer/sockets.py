@@ -1,7 +1,7 @@
 """redis-py's connections, as clients and workers need them.
 
-They leave a server that takes no writes: a master that was demoted keeps its connections open, and whoever stayed would never
-come to the new one, which is behind the same name. Blocking ones can be told how long they may take (`within`), and leave no
+They leave a server that takes no writes: a demoted master keeps its connections open, and a client that stayed would never
+reach the new master, which is behind the same name. Blocking connections can be given a time limit (`within`), and leave no
 half-open socket behind when their handshake is interrupted: redis-py closes it on its own errors only, and after a
 KeyboardInterrupt the pool would lend out a connection that still waits for a reply, which its next user would take for its own.
 """
@@ -34,9 +34,9 @@ _until_s: ContextVar[float] = ContextVar("until_s", default=math.inf)
 
 @contextmanager
 def within(limit_s: float) -> Iterator[None]:
-    """What blocking connections do meanwhile ends after ``limit_s``: connecting, TLS, the handshake, asking others where to connect.
+    """Within this, blocking connections have ``limit_s`` in all: for connecting, TLS, the handshake, asking others where to connect.
 
-    Only the addresses of one name have as long each.
+    Only if one name has several addresses, each of them has that long.
     """
     token = _until_s.set(min(_until_s.get(), time.monotonic() + limit_s))
     try:
@@ -47,7 +47,7 @@ def within(limit_s: float) -> Iterator[None]:
 
 @asynccontextmanager
 async def within_async(limit_s: float) -> AsyncIterator[None]:
-    """The same for asyncio, whatever is done meanwhile: it is cancelled then, which is redis-py's TimeoutError."""
+    """The same for asyncio and whatever is awaited within it: that is cancelled after ``limit_s``, and redis-py's TimeoutError raised."""
     try:
         with within(limit_s):
             async with asyncio.timeout(limit_s):
@@ -57,12 +57,12 @@ async def within_async(limit_s: float) -> AsyncIterator[None]:
 
 
 def left_s() -> float:
-    """What is left of `within`, in seconds, never nothing; infinite outside of it."""
+    """Seconds left of `within`, never zero; infinite outside of it."""
     return max(_LEAST_S, _until_s.get() - time.monotonic())
 
 
 def _left_of(timeout_s: float | None) -> float | None:
-    """A timeout of redis-py's, or what is left of `within` where that is less."""
+    """A timeout of redis-py's, or what is left of `within` if that is less."""
     least_s = min(left_s(), math.inf if timeout_s is None else timeout_s)
     return None if least_s == math.inf else least_s
 
@@ -78,7 +78,7 @@ class _Blocking(AbstractConnection):
             raise
 
     def _connect(self) -> Any:
-        """The timeouts are put back before the parser takes them for the connection's."""
+        """Restores the timeouts before the parser takes them for the connection's."""
         own = self.socket_connect_timeout, self.socket_timeout
         self.socket_connect_timeout, self.socket_timeout = map(_left_of, own)
         try:

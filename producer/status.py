@@ -18,9 +18,9 @@ class TierStatus:
     """One tier's stream.
 
     Attributes:
-        queued: entries that no worker was given yet.
+        queued: entries that have been given to no worker yet.
         running: entries that a worker holds, or held when it died.
-        oldest_age_s: how long the oldest queued entry has been waiting; None where none is.
+        oldest_age_s: how long the oldest queued entry has been waiting; None if there is none.
     """
 
     tier: Tier
@@ -31,12 +31,12 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a worker says of itself; None where it does not say.
+    """What a worker reports of itself; None for what it does not report.
 
     Attributes:
         state: ``starting``, ``running``, ``draining``, ….
         batch_size: requests that run in its engine.
-        fields: everything it says, as text.
+        fields: everything it reports, as text.
     """
 
     name: str
@@ -51,19 +51,19 @@ class WorkerStatus:
 
     @property
     def batch(self) -> str:
-        """Requests that run in its engine, and how many may at once, as ``3/100``; as much of it as it says."""
+        """Requests that run in its engine, and the most that may, as ``3/100``; as far as it reports them."""
         size, most = self.batch_size, _optional_integer(self.fields.get("max_batch_size"))
         return "" if size is None else str(size) if most is None else f"{size}/{most}"
 
     @property
     def last_error(self) -> tuple[int, str] | None:
-        """When it last answered a request with an error, in Redis time in ms, and the error's code; None where it has not."""
+        """When it last answered a request with an error (Redis time in ms), and the error's code; None if it never has."""
         ms, code = _optional_integer(self.fields.get("last_error_ms")), self.fields.get("last_error")
         return (ms, code) if ms and code else None
 
     @property
     def cache_use(self) -> float | None:
-        """The part of the KV cache that requests hold, 0 to 1: cached blocks are free for the next."""
+        """The part of the KV cache that requests hold, 0 to 1; cached blocks count as free."""
         if not self.total_blocks or self.free_blocks is None:
             return None
         cached = _optional_integer(self.fields.get("cached_blocks")) or 0
@@ -81,7 +81,7 @@ class QueueStatus:
 
 
 def read_status(client: redis.Redis, queue: str) -> QueueStatus:
-    """Read a queue's status; a queue that nobody used yet is empty. It costs the same however much the server holds.
+    """Read a queue's status; a queue that was never used is empty. The cost does not depend on how much the server holds.
 
     Raises:
         redis.RedisError: Redis is in trouble.
@@ -115,7 +115,7 @@ def _tier(client: redis.Redis, keys: Keys, tier: Tier, now_s: float) -> TierStat
 
 
 def _group(client: redis.Redis, stream: str) -> dict[str, Any]:
-    """The workers' group, empty where stream or group does not exist."""
+    """The workers' group; empty if the stream or the group does not exist."""
     try:
         groups = client.xinfo_groups(stream)
     except ResponseError:
@@ -129,7 +129,7 @@ def _workers(client: redis.Redis, keys: Keys) -> Iterator[WorkerStatus]:
         for name in names:
             pipeline.hgetall(keys.worker(name))
         for name, found in zip(names, pipeline.execute(), strict=True):
-            if found:  # else it has died
+            if found:  # else the worker has died
                 yield _worker(name, {_text(field): _text(value) for field, value in found.items()})
 
 
@@ -161,7 +161,7 @@ def _optional_integer(value: str | None) -> int | None:
 
 
 def _optional_float(value: str | None) -> float | None:
-    """A worker of another version may say what we cannot read: that is as if it did not say."""
+    """A value that we cannot read, from a worker of another version, counts as missing."""
     try:
         number = float(value) if value is not None else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""``headrace top``: a queue, live or as a picture: what waits, what runs, how full the workers are, how fast they go, what went wrong."""
+"""``headrace top``: a queue live or as a picture: what waits and runs, how full and fast the workers are, what went wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STATE_STYLES = {"running": "green", "starting": "cyan", "draining": "yellow", "
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One look at a queue.
+    """One reading of a queue.
 
     Attributes:
         letters: the latest dead letters, newest first.
@@ -55,7 +55,7 @@ def read_frame(client: redis.Redis, queue: str) -> Frame:
 
 @dataclass(slots=True)
 class View:
-    """The frame that is shown, and the course of its numbers."""
+    """The frame that is shown, and the history of its numbers."""
 
     frame: Frame | None = None
     trouble: str = ""
@@ -134,7 +134,7 @@ class View:
 
 
 def _table(*columns: str) -> Table:
-    """Columns by name, which begins with ``>`` where they stand to the right, and with ``~`` where they give way on a narrow screen."""
+    """Columns by name; a prefix ``>`` aligns a column to the right, and ``~`` lets it give way on a narrow screen."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for column in columns:
         justify: JustifyMethod = "right" if column.startswith(">") else "left"
@@ -157,7 +157,7 @@ def _cache(worker: WorkerStatus) -> tuple[RenderableType, str]:
 
 
 def _errors(status: QueueStatus) -> Table | None:
-    """Each worker's last error, the latest first; None where there is none."""
+    """Each worker's last error, the latest first; None if there is none."""
     errors = sorted(((*worker.last_error, worker.name) for worker in status.workers if worker.last_error), reverse=True)
     table = _titled("last error of each worker", "when", "code", "worker")
     for ms, code, name in errors[:ERRORS]:
@@ -177,7 +177,7 @@ def _counted(count: int, what: str) -> str:
 
 
 class Course:
-    """The course of a number as a `sparkline`, of as many of the latest values as there is room for."""
+    """The history of a number as a `sparkline`, of as many of the latest values as fit."""
 
     def __init__(self, values: Iterable[float], style: str, width: int = HISTORY) -> None:
         self._values = list(values)[-width:]
@@ -213,16 +213,16 @@ def _check_folder(_context: click.Context, _parameter: click.Parameter, path: Pa
 
 @click.command()
 @queue_options
-@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between two looks.")
-@click.option("--count", type=click.IntRange(1), help="End after so many looks.")
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between two updates.")
+@click.option("--count", type=click.IntRange(1), help="End after this many updates.")
 @click.option(
     "--svg",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     callback=_check_folder,
-    help="At the end write the screen, with its courses, as a picture.",
+    help="At the end write the screen, with its sparklines, as a picture.",
 )
 def top(redis_url: str, queue: str, interval: float, count: int | None, svg: Path | None) -> None:
-    """Watch a queue: tiers, workers, batches, KV caches, tokens a second, dead letters. Ctrl-C ends it."""
+    """Watch a queue: tiers, workers, batches, KV caches, tokens per second, dead letters. Ctrl-C ends it."""
     view = View()
     with open_client(redis_url, queue) as client:
         try:

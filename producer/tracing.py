@@ -1,6 +1,6 @@
-"""Spans of a client's calls, in processes that trace with OpenTelemetry; in others nothing is done, and nothing loaded.
+"""Spans of a client's calls, in processes that trace with OpenTelemetry; in others nothing is done or loaded.
 
-Nothing of what a request says is told to a span, but its id and how it ended.
+Of a request, a span holds only its id and how it ended.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Traced:
     """A span that has begun, or none.
 
     Attributes:
-        context: for spans within this one; None where nothing is traced.
-        fields: carry it on a request's entry: ``traceparent`` and perhaps ``tracestate`` (W3C Trace Context).
+        context: for spans within this one; None if nothing is traced.
+        fields: carry the context on a request's entry: ``traceparent`` and perhaps ``tracestate`` (W3C Trace Context).
     """
 
     context: Context | None = None
@@ -40,11 +40,11 @@ NOT_TRACED = Traced()
 def span(
     kind: SpanKind, operation: str, queue: str, attributes: Mapping[str, str | int], *, within: Traced = NOT_TRACED
 ) -> Iterator[Traced]:
-    """A span for as long as the ``with`` lasts; what is raised there, and an error's code, become its status.
+    """A span that lasts as long as the ``with``; an exception, with its code, becomes its status.
 
-    It is not made the current one: the calls are generators, and whoever drives them may do other things meanwhile.
+    It is not made the current span: the calls are generators, and their driver may do other things meanwhile.
     """
-    if "opentelemetry.trace" not in sys.modules:  # whoever has set a tracer provider has loaded it
+    if "opentelemetry.trace" not in sys.modules:  # a process that has set a tracer provider has loaded it
         yield NOT_TRACED
         return
     from opentelemetry import trace

@@ -1,6 +1,6 @@
 """Checks of single values; each returns the checked value or raises `InvalidRequest` naming the field.
 
-Messages give the field, the value's type and the limit, never the value itself where it may be
+Messages give the field, the value's type and the limit, never the value itself if it may be
 user text.
 """
 
@@ -17,12 +17,12 @@ INT64_MIN = -(2**63)
 
 
 def invalid(field: str, must_be: str) -> InvalidRequest:
-    """The error for ``field``, which must be what ``must_be`` says."""
+    """The error for ``field``; ``must_be`` says what it has to be."""
     return InvalidRequest(f"{field} must be {must_be}", field=field)
 
 
 def integer(field: str, value: object, low: int = INT64_MIN, high: int = INT64_MAX) -> int:
-    """An int (bool is none) within ``low..high``."""
+    """An int (not a bool) within ``low..high``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid(field, f"an integer, not {type(value).__name__}")
     if not low <= value <= high:

@@ -1,4 +1,4 @@
-"""What travels: `GenerateRequest` in, `Frame`s and a `Result` out. `codec` turns them into bytes."""
+"""The messages: `GenerateRequest` in, `Frame`s and a `Result` out. `codec` turns them into bytes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FrameType = Literal["tokens", "final", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One request as it stands on a stream. Exactly one of ``prompt``, ``messages``, ``prompt_token_ids`` is given.
+    """One request as it is on a stream. Exactly one of ``prompt``, ``messages``, ``prompt_token_ids`` is given.
 
     Attributes:
         id: the producer's id, 1-128 characters of ``[A-Za-z0-9._-]``.
         tier: the stream it is put on.
         kind: ``generate`` text, ``score`` continuations, or ``embed`` the prompt.
-        stream: publish a frame every step; otherwise tokens are only checkpointed now and then. For a single text alone.
+        stream: publish one frame per step; otherwise tokens are only checkpointed now and then. Only for a single text.
         continuations: with ``score``, the texts whose log-probability after the prompt is wanted.
         enqueued_ms, deadline_ms: absolute, Redis ``TIME`` in milliseconds.
         source, user, task: the caller's labels, for routing, fairness and logs.
@@ -150,7 +150,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a streamed answer; ``text`` may lag ``token_ids`` where a character or stop string is unfinished."""
+    """A piece of a streamed answer; ``text`` may lag behind ``token_ids`` while a character or stop string is incomplete."""
 
     text: str
     token_ids: list[int]
@@ -177,7 +177,7 @@ class Result:
 
     Attributes:
         stop_reason: the stop string or stop token id that ended it; None for EOS or length.
-        attempt: which delivery produced it, from 1.
+        attempt: which attempt produced it, from 1.
         choices: the outputs when ``n`` > 1, the first of them also in ``text`` and ``token_ids``.
         scores: with kind ``score``, the summed log-probability of each continuation.
         embedding: with kind ``embed``, the pooled hidden state.

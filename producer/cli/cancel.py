@@ -18,7 +18,7 @@ def cancel(redis_url: str, queue: str, ids: tuple[str, ...]) -> None:
     """
     all_known = True
     with open_client(redis_url, queue) as client:
-        handles = [client.get(request_id) for request_id in ids]  # a malformed id among them is told before any is cancelled
+        handles = [client.get(request_id) for request_id in ids]  # a malformed id is reported before any request is cancelled
         for handle in handles:
             outcome = handle.cancel()
             click.echo(outcome)

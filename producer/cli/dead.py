@@ -1,4 +1,4 @@
-"""``headrace dead``: what was given up."""
+"""``headrace dead``: requests that were given up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from producer.errors import InvalidRequest, UnknownRequest
 
 _ids = click.argument("ids", metavar="[ID]...", nargs=-1)
 _all = click.option("--all", "everything", is_flag=True, help="All dead letters.")
-_json = click.option("--json", "as_json", is_flag=True, help="A JSON object a line.")
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 _REFUSALS = {"busy": "is queued or running again", "answered": "was put again since it died, and has been answered"}
 
 
@@ -34,9 +34,9 @@ def dead() -> None:
 @dead.command("list")
 @queue_options
 @_json
-@click.option("--limit", type=click.IntRange(1), help="At most so many, oldest first.")
+@click.option("--limit", type=click.IntRange(1), help="At most this many, oldest first.")
 def list_(redis_url: str, queue: str, as_json: bool, limit: int | None) -> None:
-    """List them, oldest first, without their prompts."""
+    """List dead letters, oldest first, without their prompts."""
     with open_client(redis_url, queue) as client, redis_errors():
         for letter in islice(letters(client.redis, client.keys), limit):
             click.echo(json.dumps(_summary(letter)) if as_json else _line(letter))
@@ -47,7 +47,7 @@ def list_(redis_url: str, queue: str, as_json: bool, limit: int | None) -> None:
 @queue_options
 @_json
 def show(redis_url: str, queue: str, id: str, as_json: bool) -> None:  # noqa: A002 - the argument's name in the help
-    """Show one with its prompt and its history."""
+    """Show one dead letter with its prompt and its history."""
     with open_client(redis_url, queue) as client, redis_errors():
         [letter] = _find(client, [id])
     whole = _summary(letter) | {"message": letter.message, "history": letter.history, "request": _request(letter)}
@@ -59,9 +59,9 @@ def show(redis_url: str, queue: str, id: str, as_json: bool) -> None:  # noqa: A
 @_all
 @queue_options
 def replay_(redis_url: str, queue: str, ids: tuple[str, ...], everything: bool) -> None:
-    """Put them back on their streams, with the same id and their history; prints their ids.
+    """Put dead letters back on their streams, with the same id and their history; prints their ids.
 
-    One that cannot be put back stays, and is told on stderr; the others are, and it exits with 1.
+    One that cannot be put back stays and is reported on stderr; the others are put back, and the exit code is 1.
     """
     _for_each(redis_url, queue, ids, everything, _replay_one)
 
@@ -71,7 +71,7 @@ def replay_(redis_url: str, queue: str, ids: tuple[str, ...], everything: bool) 
 @_all
 @queue_options
 def purge_(redis_url: str, queue: str, ids: tuple[str, ...], everything: bool) -> None:
-    """Throw them away; prints their ids."""
+    """Throw dead letters away; prints their ids."""
     _for_each(redis_url, queue, ids, everything, lambda client, letter: purge(client.redis, client.keys, letter))
 
 
@@ -99,12 +99,12 @@ def _for_each(redis_url: str, queue: str, ids: Sequence[str], everything: bool, 
 
 
 def _all_now(client: Client) -> Iterator[DeadLetter]:
-    """Those that are there now: what is replayed and dies again is not met again."""
+    """The letters there now: one that is replayed and dies again does not come up a second time."""
     return islice(letters(client.redis, client.keys), int(client.redis.xlen(client.keys.dead)))
 
 
 def _find(client: Client, ids: Sequence[str]) -> list[DeadLetter]:
-    """The letters of ``ids``, all or none; of several deaths of one request the last."""
+    """The letters of ``ids``, all or none; if a request died several times, the last one."""
     found: dict[str, DeadLetter] = {}
     for letter in letters(client.redis, client.keys):
         found |= {name: letter for name in (letter.id, letter.entry) if name in ids}
@@ -135,7 +135,7 @@ def _line(letter: DeadLetter) -> str:
 
 
 def _request(letter: DeadLetter) -> dict[str, Any]:
-    """The request's fields, its body decoded where that is possible."""
+    """The request's fields, with its body decoded if possible."""
     shown: dict[str, Any] = {}
     for name, value in letter.request.items():
         if name == b"history":

@@ -7,7 +7,7 @@ import os
 import click
 
 PREFIX = "HEADRACE"
-REPEATABLE = "repeatable, in the variable separated by spaces"  # what the help says of an option that may be
+REPEATABLE = "repeatable, in the variable separated by spaces"  # in the help of an option that may be repeated
 
 
 def variable(prefix: str, name: str) -> str:
@@ -16,7 +16,7 @@ def variable(prefix: str, name: str) -> str:
 
 
 def name_variables(command: click.Command, prefix: str) -> None:
-    """Let each option be read from ``PREFIX_OPTION`` as well, unless it has a variable of its own, and say so in its help.
+    """Let each option also be read from ``PREFIX_OPTION``, unless it has a variable of its own, and say so in its help.
 
     A group's commands have ``PREFIX_COMMAND_OPTION``. click's ``auto_envvar_prefix`` takes the names of Python parameters instead,
     which no user sees.
@@ -31,6 +31,6 @@ def name_variables(command: click.Command, prefix: str) -> None:
 
 
 def unknown_variables(command: click.Command, prefix: str) -> list[str]:
-    """Names in the environment that begin with ``PREFIX_`` and that no option of the command reads: typos, most likely."""
+    """Names in the environment that begin with ``PREFIX_`` and that no option of the command reads, most likely typos."""
     known = {option.envvar for option in command.params}
     return sorted(name for name in os.environ if name.startswith(f"{prefix}_") and name not in known)

@@ -16,22 +16,22 @@ from producer.cli.environment import PREFIX, name_variables, variable
 from producer.errors import HeadraceError, RedisUnavailable
 
 EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
-EX_TEMPFAIL = 75  # sysexits.h: the same may succeed later
+EX_TEMPFAIL = 75  # sysexits.h: a retry may succeed
 INTERRUPTED = 130  # as if killed by SIGINT
 BROKEN_PIPE = 141  # as if killed by SIGPIPE
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "bench": ("worker.bench.cli:bench", "Run a workload through engines, in turn, and compare them."),
+    "bench": ("worker.bench.cli:bench", "Run a workload through several engines and compare them."),
     "bulk": ("producer.bulk.cli:bulk", "Run files of prompts through the batch tier."),
     "cancel": ("producer.cli.cancel:cancel", "Cancel requests, queued or running."),
     "dead": ("producer.cli.dead:dead", "List, show, replay and purge dead letters."),
-    "demo": ("worker.cli:demo", "Embedded server, worker, model and callers, on this machine."),
-    "load": ("producer.load.cli:load", "Load tests of a running queue, and traces of its requests."),
-    "reload": ("producer.cli.reload:reload", "Have workers serve another model, losing no request."),
-    "size": ("worker.cli_size:size", "Say what fits on a device, before there is one."),
+    "demo": ("worker.cli:demo", "Run an embedded server, a worker, a model and callers on this machine."),
+    "load": ("producer.load.cli:load", "Load-test a running queue, and record or replay its requests."),
+    "reload": ("producer.cli.reload:reload", "Have workers serve another model without losing a request."),
+    "size": ("worker.cli_size:size", "Say what fits on a device, without having it."),
     "status": ("producer.cli.status:status", "Show queues and workers."),
     "submit": ("producer.cli.submit:submit", "Submit prompts and print the answers."),
-    "top": ("producer.top:top", "Watch a queue, live."),
+    "top": ("producer.top:top", "Watch a queue live."),
     "worker": ("worker.cli:worker", "Serve a queue with a model."),
 }
 
@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - the signature is click's
-        """From the table above: listing the commands imports none."""
+        """From the table above, so that listing the commands imports none of them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
 
@@ -79,30 +79,30 @@ class LazyGroup(click.Group):
 def main() -> None:
     """LLM inference through a queue.
 
-    Every option can also be set in the environment, by the variable that its help names: HEADRACE_REDIS and HEADRACE_QUEUE for
-    all commands, for the others HEADRACE_COMMAND_OPTION, such as HEADRACE_SUBMIT_MAX_TOKENS.
+    Every option can also be set by the environment variable that its help names: HEADRACE_REDIS and HEADRACE_QUEUE for
+    all commands, and HEADRACE_COMMAND_OPTION for the others, such as HEADRACE_SUBMIT_MAX_TOKENS.
     """
 
 
 def complain(error: HeadraceError, where: str = "") -> None:
-    """Say on stderr what went wrong: ``headrace: CODE: message``."""
+    """Report an error on stderr: ``headrace: CODE: message``."""
     click.echo(f"headrace: {where}{error.code}: {error.message}", err=True)
 
 
 def exit_code(error: HeadraceError) -> int:
-    """69 where Redis is unavailable, 75 where the same request may succeed later, else 1."""
+    """69 if Redis is unavailable, 75 if the same request may succeed later, else 1."""
     if isinstance(error, RedisUnavailable):
         return EX_UNAVAILABLE
     return EX_TEMPFAIL if error.retryable else 1
 
 
 def _discard_stdout() -> None:
-    """Whoever read our output has gone: let the interpreter's last flush go nowhere."""
+    """The reader of our output has gone: let the interpreter's last flush go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_installed(command: str) -> None:
-    """A usage error where a command needs an extra that is not there."""
+    """Raise a usage error if a command needs an extra that is not installed."""
     for package, extra in NEEDED.get(command, ()):
         if find_spec(package) is None:
             raise click.UsageError(f"headrace[{extra}] is not installed ({package} is missing)")

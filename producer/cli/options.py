@@ -27,7 +27,7 @@ def queue_options(command: Command) -> Command:
 
 
 def open_client(redis_url: str, queue: str) -> Client:
-    """A client, or a usage error where an option is malformed."""
+    """A client, or a usage error if an option is malformed."""
     try:
         return Client(redis_url, queue)
     except ValueError as error:
@@ -36,7 +36,7 @@ def open_client(redis_url: str, queue: str) -> Client:
 
 @contextmanager
 def redis_errors() -> Iterator[None]:
-    """Redis trouble within becomes `RedisUnavailable`."""
+    """Turns Redis trouble within into `RedisUnavailable`."""
     try:
         yield
     except RedisError as error:

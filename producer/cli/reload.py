@@ -18,15 +18,15 @@ _POLL_S = 0.1
 
 @click.command()
 @queue_options
-@click.option("--model", default="", help="What a worker's own --model may be, on its host [default: the one that is served, anew].")
+@click.option("--model", default="", help="As a worker's own --model, on its host [default: load the one it serves again].")
 @click.option("--worker", "only", default="", help="Only the worker of this name.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds to wait.")
 def reload(redis_url: str, queue: str, model: str, only: str, timeout_s: float) -> None:
     """Have the queue's workers serve another model, and wait until they do.
 
-    Each worker finishes what it runs for as long as a drain may take and hands the rest back; queued requests wait. One that
-    cannot load the model goes on with its old one, which is said here and exits with 1. All reload at the same time: give
-    --worker to do it one by one.
+    Each worker finishes what it can within the time of a drain and hands the rest back; queued requests wait. A worker that
+    cannot load the model keeps its old one; this command then reports it and exits with 1. All workers reload at the same
+    time: give --worker to reload them one by one.
     """
     with open_client(redis_url, queue) as client, redis_errors():
         waiting = {worker.name for worker in read_status(client.redis, queue).workers if not only or worker.name == only}
@@ -45,7 +45,7 @@ def _order(client: Client, model: str, only: str) -> str:
 
 
 def _await(client: Client, waiting: set[str], order_id: str, deadline_at_s: float) -> bool:
-    """Say of each worker what became of the order; returns whether one failed.
+    """Print each worker's outcome; returns whether one failed.
 
     Raises:
         WaitTimeout: some have not carried it out in time.
@@ -65,7 +65,7 @@ def _await(client: Client, waiting: set[str], order_id: str, deadline_at_s: floa
 
 
 def _is_done(worker: WorkerStatus, order_id: str) -> bool:
-    """Whether it has carried out this order, or a later one in its place."""
+    """Whether the worker has carried out this order, or a later one in its place."""
     return _number(worker.fields.get("reload", "")) >= _number(order_id)
 
 
@@ -74,7 +74,7 @@ def _number(entry_id: str) -> tuple[int, ...]:
 
 
 def _tell(name: str, worker: WorkerStatus | None) -> bool:
-    """Print what became of it; returns whether that is a failure."""
+    """Print the outcome; returns whether it is a failure."""
     if worker is None:
         click.echo(f"{name}: has ended")
         return True

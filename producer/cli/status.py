@@ -25,9 +25,9 @@ PIPE_WIDTH = 200
 
 @click.command()
 @queue_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object (a line, with --watch).")
-@click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C.")
-@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between two looks with --watch.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object (one per line with --watch).")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between two updates with --watch.")
 def status(redis_url: str, queue: str, as_json: bool, watch: bool, interval: float) -> None:
     """Show tiers (queued, running, age of the oldest queued), workers (state, batch, use of the KV cache, tokens/s) and dead letters."""
     with open_client(redis_url, queue) as client:
@@ -54,12 +54,12 @@ def _show(current: QueueStatus, as_json: bool) -> None:
 
 
 def _console() -> Console:
-    """As wide as the terminal; into a pipe wide enough for whole names."""
+    """As wide as the terminal; in a pipe, wide enough for whole names."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def _repeat(read: Callable[[], QueueStatus], interval_s: float, show: Callable[[QueueStatus], None]) -> None:
-    """Watch on through Redis trouble, of which the first error is reported."""
+    """Continue through Redis trouble, reporting its first error."""
     trouble = False
     while True:
         try:
@@ -110,7 +110,7 @@ def _workers(current: QueueStatus) -> Table:
 
 
 def moment(ms: int) -> str:
-    """A Unix time as a clock here shows it, with the day where that is not today."""
+    """A Unix time in local time, with the day if that is not today."""
     when = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
     return f"{when:%H:%M:%S}" if when.date() == datetime.now(UTC).astimezone().date() else f"{when:%Y-%m-%d %H:%M:%S}"
 

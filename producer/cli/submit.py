@@ -31,17 +31,17 @@ _READ_BYTES = 65536
 
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("max-tokens", int, "Most tokens to generate [default: 256]."),
-    ("min-tokens", int, "No stop before so many tokens."),
+    ("min-tokens", int, "No stop before this many tokens."),
     ("temperature", float, "0 is greedy [default: 1]."),
     ("top-p", float, "Nucleus sampling."),
     ("top-k", int, "Only the k likeliest tokens."),
-    ("min-p", float, "Only tokens at least this share as likely as the likeliest."),
+    ("min-p", float, "Only tokens with at least this share of the likeliest token's probability."),
     ("repetition-penalty", float, "Divides logits of tokens seen."),
     ("presence-penalty", float, "Subtracted once from logits of tokens generated."),
     ("frequency-penalty", float, "Subtracted per occurrence."),
     ("seed", int, "Same seed, same answer."),
-    ("n", int, "With --json: so many independent answers, in choices."),
-    ("logprobs", int, "With --json: log-probabilities of so many likeliest tokens."),
+    ("n", int, "With --json: this many independent answers, in choices."),
+    ("logprobs", int, "With --json: log-probabilities of this many likeliest tokens."),
 )
 
 
@@ -56,8 +56,8 @@ def _sampling_options(command: Any) -> Any:
 @queue_options
 @click.option("--chat", is_flag=True, help="The prompt is a user's message: apply the model's chat template.")
 @click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
-@click.option("--json", "as_json", is_flag=True, help="Print each answer (with --stream each chunk, too) as a line of JSON.")
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds until an answer must be there; it is cancelled then.")
+@click.option("--json", "as_json", is_flag=True, help="Print each answer (with --stream also each chunk) as one line of JSON.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds to wait for an answer; the request is then cancelled.")
 @click.option("--tier", type=click.Choice(TIERS), default="realtime", show_default=True)
 @click.option("--id", "request_id", help="The request's id, for one prompt [default: a new one].")
 @click.option("--source", help="Label.")
@@ -65,11 +65,11 @@ def _sampling_options(command: Any) -> Any:
 @click.option("--task", help="Label.")
 @_sampling_options
 @click.option("--stop", multiple=True, help=f"String that ends the answer; {REPEATABLE}.")
-@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of sequence.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Continue after the model's end of sequence.")
 def submit(prompt: str | None, redis_url: str, queue: str, chat: bool, as_json: bool, timeout: float | None, **options: Any) -> None:
     """Submit PROMPT and print the answer.
 
-    Without PROMPT, or with -, each line of stdin is a prompt: all are in flight together, and answered in their order.
+    Without PROMPT, or with -, each line of stdin is a prompt. All are in flight together and answered in order.
     """
     request_id = options.pop("request_id")
     options = {name: value for name, value in options.items() if value not in (None, ())}
@@ -86,7 +86,7 @@ def submit(prompt: str | None, redis_url: str, queue: str, chat: bool, as_json: 
 def _stdin_lines() -> Iterator[str]:
     """Lines of stdin as they come, blank ones left out.
 
-    Read without a buffer of Python's: a thread that waits in one would block the interpreter's end.
+    Read without Python's buffering: a thread that waits in a buffered read would block the interpreter's exit.
     """
     if sys.stdin.isatty():
         raise click.UsageError("give a PROMPT, or prompts on stdin, one a line")
@@ -106,7 +106,7 @@ class _Printer:
     stream: bool
 
     def answer(self, handle: Handle, timeout_s: float | None) -> None:
-        """Wait for the answer and print it; what `Handle.result` raises is raised."""
+        """Wait for the answer and print it; raises what `Handle.result` raises."""
         if self.stream:
             self._streamed(handle, timeout_s)
         elif self.as_json:
@@ -115,7 +115,7 @@ class _Printer:
             self._write(handle.result(timeout_s).text + "\n")
 
     def error(self, error: HeadraceError, request_id: str) -> None:
-        """In JSON an answer that is an error keeps its line; as text it is said on stderr alone."""
+        """In JSON an error takes the answer's line; as text it goes to stderr only."""
         if self.as_json:
             self._object({"id": request_id, "error": codec.encode_error(error)})
 
@@ -158,7 +158,7 @@ class _Asked:
 
 
 class _Run:
-    """Submits prompts in a thread, prints the answers in this one, and cancels what is in flight when it is cut short."""
+    """Submits prompts in a thread, prints the answers in this one, and cancels what is in flight when it is interrupted."""
 
     def __init__(self, client: Client, chat: bool, timeout_s: float | None, options: dict[str, Any], printer: _Printer) -> None:
         self._client = client
@@ -171,7 +171,7 @@ class _Run:
         self._stop = threading.Event()
 
     def answer_all(self, prompts: Iterable[str], request_id: str | None, *, many: bool) -> None:
-        """Raises the error of a single prompt; of many each is reported, and the first one's exit code is the command's."""
+        """Raises the error of a single prompt; of many, each error is reported, and the first one gives the command's exit code."""
         threading.Thread(target=self._submit_all, args=(prompts, request_id), daemon=True).start()
         first_error = 0
         try:
@@ -230,7 +230,7 @@ class _Run:
 
     def _submit(self, number: int, prompt: str, request_id: str) -> _Asked:
         content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
-        self._in_flight[request_id] = None  # before it is: a cancellation may come first
+        self._in_flight[request_id] = None  # before it is put: a cancellation may come first
         asked_s = time.monotonic()
         try:
             handle: Handle | HeadraceError = self._client.submit(**content, id=request_id, **self._options)
@@ -243,7 +243,7 @@ class _Run:
         self._cancel(list(self._in_flight))
 
     def _cancel(self, request_ids: Iterable[str]) -> None:
-        """As far as Redis answers: whoever interrupts us does not wait for it."""
+        """Best effort: whoever interrupted us does not wait for a slow Redis."""
         with suppress(HeadraceError):
             for request_id in request_ids:
                 self._client.abandon(request_id)
