@@ -18,7 +18,7 @@ from torch import Tensor
 
 from worker.engine.attention.metadata import StepMetadata
 
-Forward = Callable[[Tensor, Tensor, StepMetadata, Tensor], tuple[Tensor, ...]]
+Decode = Callable[[Tensor, Tensor, StepMetadata, Tensor], tuple[Tensor, ...]]
 """(input_ids [1, T], positions [1, T], metadata, rows whose logits are wanted) -> tensors with a row a token, without a wait for the
 device."""
 
@@ -46,7 +46,7 @@ class DecodeGraphs:
     live block. Its other inputs are token 0 at position 0, and nobody looks at its logits.
 
     Args:
-        forward: see `Forward`.
+        decode: see `Decode`.
         max_batch_size: the largest batch that is replayed; larger ones are refused by `run`.
         max_blocks: columns of a block table: blocks of the longest sequence there can be.
         record: makes the recordings; by default CUDA graphs that share one memory pool.
@@ -54,14 +54,14 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Forward,
+        decode: Decode,
         max_batch_size: int,
         max_blocks: int,
         block_size: int,
         device: torch.device,
         record: Record | None = None,
     ) -> None:
-        self._forward = forward
+        self._decode = decode
         self._record = record if record is not None else CudaGraphRecorder(device)
         self._sizes = padded_sizes(max_batch_size)
         self._block_size = block_size
@@ -91,7 +91,7 @@ class DecodeGraphs:
             input_ids: ``[1, B]``; positions ``[1, B]``.
 
         Returns:
-            What the forward returns, of B rows, overwritten by the next replay; None where the batch is not of decodes alone or too large.
+            What `Decode` returns, of B rows, overwritten by the next replay; None where the batch is not of decodes alone or too large.
         """
         count = meta.seq_lens.shape[0]
         if meta.num_decodes < count or count > self._sizes[-1]:
@@ -107,7 +107,7 @@ class DecodeGraphs:
         if size not in self._graphs:
             self._pad_from(0)
             inputs = self._ids[:, :size], self._positions[:, :size], self._meta(size), self._rows[:size]
-            self._graphs[size] = _Graph(*self._record(lambda: self._forward(*inputs)))
+            self._graphs[size] = _Graph(*self._record(lambda: self._decode(*inputs)))
         return self._graphs[size]
 
     def _fill(self, meta: StepMetadata, count: int) -> None:

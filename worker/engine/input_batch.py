@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,10 @@ class StepInputs:
     positions: Tensor
     meta: StepMetadata
     token_starts: list[int]
+
+
+Forward = Callable[[StepInputs, Tensor], Tensor]
+"""The model over the paged cache: inputs and the rows whose logits are wanted, int64, to logits ``[rows, vocab]``."""
 
 
 class BlockTables:

@@ -17,12 +17,12 @@ from worker.engine.attention.metadata import StepMetadata
 from worker.engine.config import CUDA_GRAPH_BYTES, PROBE_TOKENS, EngineConfig
 from worker.engine.cuda_graphs import DecodeGraphs
 from worker.engine.device_sampler import sample_on_device
-from worker.engine.input_batch import InputBatch, StepInputs
+from worker.engine.input_batch import Forward, InputBatch, StepInputs
 from worker.engine.kernels import KernelChoice, Kernels
 from worker.engine.kv_cache import KVCache, block_bytes, choose_num_blocks, free_memory_bytes, peak_memory_bytes
 from worker.engine.model_loader import LoadedModel
 from worker.engine.preemption import PreemptionCosts
-from worker.engine.probe import SPLIT_TOKENS, Forward, check_numbers
+from worker.engine.probe import SPLIT_TOKENS, check_numbers
 from worker.engine.request import Request
 from worker.engine.run_ahead import RunAhead
 from worker.engine.sampler import Sampler

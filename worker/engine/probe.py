@@ -6,7 +6,7 @@ Two sequences are computed in chunks and mixed, as the engine does it. Models th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from worker.engine.attention.interface import attention_implementation
 from worker.engine.attention.layers import AttentionLayer
 from worker.engine.compatibility import refusal
 from worker.engine.config import PROBE_TOKENS
-from worker.engine.input_batch import InputBatch, StepInputs
+from worker.engine.input_batch import Forward, InputBatch
 from worker.engine.request import Request
 from worker.engine.step import ScheduledChunk
 
@@ -28,9 +28,6 @@ SPLIT_TOKENS = 540  # of a sequence that attention kernels split, and so they do
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _INT8_CACHE_TOLERANCE = 2e-1
 _QUANTILE = 0.75  # of the rows must agree: a router's near tie may tip either way
-
-Forward = Callable[[StepInputs, Tensor], Tensor]
-"""Inputs and the rows whose logits are wanted, to ``[rows, vocab]``: the model over the paged cache."""
 
 
 @torch.inference_mode()

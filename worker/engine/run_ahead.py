@@ -10,21 +10,18 @@ writes are harmless: its blocks were its own at launch, and their next owner wri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from worker.engine.device_sampler import DeviceTokens, is_device_sampled, sample_on_device, to_device
-from worker.engine.input_batch import InputBatch, StepInputs
+from worker.engine.input_batch import Forward, InputBatch
 from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus
 from worker.engine.sampler import FAILED
 from worker.engine.step import Sampled, StepPlan
 from worker.engine.step_clock import StepClock
-
-Forward = Callable[[StepInputs, Tensor], Tensor]
-"""(inputs, rows whose logits are wanted, int64) -> logits [rows, vocab], without a wait for the device."""
 
 
 class Moment:
@@ -95,7 +92,7 @@ class RunAhead:
 
     Args:
         inputs: two, used in turn: the host fills one while the device may still read the other.
-        forward: runs the model.
+        forward: must not wait for the device.
         clock: is told of the phases of launches.
     """
 
