@@ -82,7 +82,7 @@ def test_outputs_come_token_by_token_and_the_last_says_why() -> None:
     assert [output.finish_reason for output in outputs] == [None] * 4 + ["length"]
 
 
-def test_neighbours_chunks_and_preemption_change_no_token(expected: dict[str, list[int]]) -> None:
+def test_neighbours_and_chunks_change_no_token(expected: dict[str, list[int]]) -> None:
     for settings in ({}, {"max_batch_tokens": 16, "max_batch_size": 5}, {"num_blocks": 12}, {"policy": "static", "max_wait_ms": 1.0}):
         requests = wild_requests()
         random.Random(1).shuffle(requests)
@@ -141,9 +141,9 @@ def test_abort_at_every_step_leaves_the_others_as_they_were(expected: dict[str, 
             engine.step()
         for item in requests[::3]:
             engine.abort(item.id)
-        ended = {output.request.id for output in run(engine).get("r0", [])}
-        assert not ended
-        assert tokens_of(requests[1::3]) == {item.id: expected[item.id] for item in requests[1::3]}
+        survivors = [item for i, item in enumerate(requests) if i % 3]
+        assert run(engine).keys() <= {item.id for item in survivors}
+        assert tokens_of(survivors) == {item.id: expected[item.id] for item in survivors}
 
 
 def test_aborting_what_is_not_there_is_no_error() -> None:
@@ -153,16 +153,6 @@ def test_aborting_what_is_not_there_is_no_error() -> None:
     run(engine, [item])
     engine.abort("r")
     assert len(item.output_token_ids) == 2
-
-
-def test_a_request_that_can_never_fit_is_refused_and_the_next_is_fine() -> None:
-    engine = tiny_engine(num_blocks=4)
-    with pytest.raises(ContextLengthExceeded):
-        engine.add(request("large", [1] * 60, 10))
-    with pytest.raises(ContextLengthExceeded):
-        engine.add(request("long", [1] * 510, 10))
-    assert not engine.has_work()
-    assert run(engine, [request("fine", [1] * 50, 10)])["fine"][-1].finish_reason == "length"
 
 
 # Failures
@@ -350,26 +340,18 @@ def test_the_other_outputs_do_without_the_one_that_is_aborted(steps: int) -> Non
     assert [requests[i].output_token_ids for i in (1, 3)] == [expected[f"again#{i}"] for i in (1, 3)]
 
 
-# Scores and embeddings
+# Scores
 
 
-def log_likelihood(prompt: list[int], start: int) -> float:
-    model = tiny_model("llama")
-    with torch.inference_mode():
-        logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
-    return sum(float(logprobs[i - 1, prompt[i]]) for i in range(start, len(prompt)))
-
-
-def test_scores_are_the_models_log_likelihoods() -> None:
-    for settings in ({}, {"max_batch_tokens": 32}, {"enable_prefix_caching": False}):
-        engine = tiny_engine(**settings)
-        continuations = ["abc", "b" * 70, "zz"]
-        requests = engine.inputs.prepare_all(wanted(prompt="x" * 90, kind="score", continuations=continuations))
-        total = computed_tokens(engine, requests)
-        for item in requests:
-            assert item.score == pytest.approx(log_likelihood(item.prompt_token_ids, item.score_start), rel=1e-4)
-        if settings == {}:
-            assert total < 90 + 3 + 70 + 2 + 3 * 16
+def test_continuations_compute_their_prompt_once_and_score_as_without_a_cache() -> None:
+    scores, computed = [], []
+    for caching in (True, False):
+        engine = tiny_engine(enable_prefix_caching=caching, max_batch_tokens=32)
+        requests = engine.inputs.prepare_all(wanted(prompt="x" * 90, kind="score", continuations=["abc", "b" * 70, "zz"]))
+        computed.append(computed_tokens(engine, requests))
+        scores.append([item.score for item in requests])
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+    assert computed[0] < 90 + 3 + 70 + 2 + 3 * 16 < computed[1]
 
 
 @pytest.mark.parametrize("prompt", ["x" * 5, "x" * 40], ids=["at once", "behind the first"])
@@ -380,15 +362,6 @@ def test_a_continuation_that_can_never_fit_has_none_of_its_request_begin(prompt:
         engine.add_all(requests)
     assert not engine.has_work()
     assert run(engine, [request("fine", [1] * 50, 10)])["fine"][-1].finish_reason == "length"
-
-
-def test_an_embedding_is_the_mean_of_the_last_hidden_states_at_length_one() -> None:
-    prompt = prompts(1, seed=3, longest=1)[0] * 70
-    with torch.inference_mode():
-        hidden = tiny_model("llama").model(torch.tensor([prompt])).last_hidden_state[0].double().mean(0)
-    (output,) = run(tiny_engine(max_batch_tokens=32), [request("r", prompt, 0, kind="embed")])["r"]
-    assert output.finish_reason == "stop"
-    assert output.embedding == pytest.approx((hidden / hidden.norm()).tolist(), abs=1e-5)
 
 
 # Without a queue
@@ -450,16 +423,18 @@ def test_a_model_without_a_fast_tokenizer_is_refused() -> None:
         tiny_engine(replace(loaded_model(), tokenizer=None))
 
 
-def test_what_the_engine_says_of_itself() -> None:
+def test_the_engine_names_its_model_device_and_dtype() -> None:
     engine = tiny_engine()
     assert (engine.model_name, engine.device_name, engine.dtype_name) == ("tiny", "cpu", "float32")
-    assert loaded_model().vocab_size == VOCAB_SIZE
+
+
+def test_the_last_step_is_told_in_figures() -> None:
+    engine = tiny_engine()
     run(engine, [request("a", [1] * 20, 3), request("b", [2] * 20, 3)])
     assert engine.last_step is not None
     assert (engine.last_step.batch_size, engine.last_step.num_tokens) == (2, 2)
     assert engine.last_step.seconds > 0
     assert {phase for phase, seconds in engine.last_step.phase_seconds.items() if seconds > 0} == {*PHASES} - {"wait"}
-    assert engine.room("realtime") > 0
 
 
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31, -1])
