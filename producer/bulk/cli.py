@@ -43,18 +43,18 @@ def bulk() -> None:
 @click.argument("source_file", metavar="INPUT", type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path))
 @queue_options
 @click.option(
-    "--output", required=True, type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Answers, a JSON line each."
+    "--output", required=True, type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Answers, one JSON line per request."
 )
 @click.option("--errors", type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Failures [default: beside the output].")
-@click.option("--id", "job_id", help="The job's id; one that is known is not run again [default: a new one].")
+@click.option("--id", "job_id", help="The job's id; a known one is not run again [default: a new one].")
 @click.option("--window", default=256, show_default=True, type=click.IntRange(1), help="Most requests on the queue at once.")
-@click.option("--order", default="input", show_default=True, type=click.Choice(ORDERS), help="Of the answers.")
+@click.option("--order", default="input", show_default=True, type=click.Choice(ORDERS), help="Order of the answers.")
 @click.option(
-    "--retries", default=3, show_default=True, type=click.IntRange(0), help="Tries more of a line, after errors that they may cure."
+    "--retries", default=3, show_default=True, type=click.IntRange(0), help="How often to retry a line after a retryable error."
 )
 @click.option("--source", default="bulk", show_default=True, help="Label of the requests, for fairness and metrics.")
 @click.option("--at", type=click.DateTime(TIMES), help="Not before this time, local unless it has an offset [default: now].")
-@click.option("--wait", is_flag=True, help="Show the progress until it is done; exit with 1 where lines failed.")
+@click.option("--wait", is_flag=True, help="Show the progress until the job is done; exit with 1 if lines failed.")
 def submit(
     source_file: Path,
     redis_url: str,
@@ -68,8 +68,8 @@ def submit(
 ) -> None:
     """Enqueue a bulk job and print its id.
 
-    INPUT has a request a line: OpenAI's batch format (custom_id, body), an object such as {"prompt": "...", "max_tokens": 8}, or a
-    JSON string; in a file that is not called .jsonl each line is a prompt. Paths are those that the bulk worker sees.
+    INPUT has one request per line: OpenAI's batch format (custom_id, body), an object such as {"prompt": "...", "max_tokens": 8}, or
+    a JSON string. In a file that is not called .jsonl each line is a prompt. Paths are as the bulk worker sees them.
     """
     spec = BulkSpec(
         job_id=check_job_id(job_id or new_id()),
@@ -95,11 +95,11 @@ def submit(
     default=30,
     show_default=True,
     type=click.IntRange(2),
-    help="Seconds of silence after which its job goes on elsewhere.",
+    help="Seconds of silence after which its job continues elsewhere.",
 )
 @click.option("--burst", is_flag=True, help="End when there is no job left.")
 def worker(redis_url: str, name: str | None, lease_s: int, burst: bool) -> None:
-    """Work off bulk jobs, one at a time. SIGTERM puts the running one back, to go on where it was."""
+    """Run bulk jobs, one at a time. SIGTERM puts the running one back; it resumes where it was."""
     os.environ[URL_VARIABLE] = redis_url
     os.environ[LEASE_VARIABLE] = str(lease_s)
     with _connected(redis_url) as connection, redis_errors():
@@ -109,9 +109,9 @@ def worker(redis_url: str, name: str | None, lease_s: int, burst: bool) -> None:
 @bulk.command()
 @click.argument("job_id", required=False)
 @redis_option
-@click.option("--json", "as_json", is_flag=True, help="A line of JSON a job.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON per job.")
 def status(job_id: str | None, redis_url: str, as_json: bool) -> None:
-    """Show one bulk job, or all: lines done, failed, on the queue; tokens; lines a second."""
+    """Show one bulk job, or all: lines done, failed, on the queue; tokens; lines per second."""
     with _connected(redis_url) as connection, redis_errors():
         views = [bulk_jobs.view(bulk_jobs.fetch(connection, job_id))] if job_id else list(bulk_jobs.jobs(connection))
     if as_json:
@@ -127,8 +127,8 @@ def status(job_id: str | None, redis_url: str, as_json: bool) -> None:
 def cancel(job_id: str, redis_url: str) -> None:
     """Cancel a bulk job and its requests. What is written stays, as OUTPUT.part.
 
-    Prints cancelled (it had not begun), cancelling (the bulk worker that runs it, or the next one where it was interrupted
-    or has failed, cancels its requests), or finished (too late).
+    Prints cancelled (it had not begun), cancelling (its bulk worker, or the next one if the job was interrupted or has
+    failed, cancels its requests), or finished (too late).
     """
     with _connected(redis_url) as connection, redis_errors():
         click.echo(bulk_jobs.cancel(connection, job_id))
@@ -161,7 +161,7 @@ def _follow(connection: redis.Redis, job_id: str) -> None:
 
 
 def _state(current: JobView) -> str:
-    """rq's word, or ours where rq's says less: to rq a cancelled run has finished."""
+    """rq's status, or ours if it says more: to rq a cancelled run has finished."""
     return str(current.progress.get("state", current.status)) if current.status in ("finished", "started") else current.status
 
 

@@ -1,7 +1,7 @@
-"""The files of a bulk job. What stands in them is what is done: there is no other record.
+"""The files of a bulk job. They are the only record of what is done.
 
 Lines are appended to ``<output>.part`` and ``<errors>.part``, which are renamed when the job is complete. A line that a crash
-cut off is removed, and its request, which has the same id again, is answered from the reply that is there already.
+cut off is removed; its request is sent again under the same id, and answered from the reply that exists already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How far an input goes.
+    """The length of an input.
 
     Attributes:
         total: lines that are not blank.
@@ -39,7 +39,7 @@ class Extent:
 
     @property
     def num_blank(self) -> int:
-        """Blank lines before the last that is not."""
+        """Blank lines before the last one that is not."""
         return self.last - self.total
 
     @classmethod
@@ -52,7 +52,7 @@ class Extent:
 
 
 def read_lines(path: str) -> Iterator[tuple[int, str | None]]:
-    """Number (from 1) and text of each line that is not blank; the text is None where it is too long or not UTF-8."""
+    """Number (from 1) and text of each line that is not blank; the text is None if it is too long or not UTF-8."""
     with open(path, "rb") as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES):
@@ -81,7 +81,7 @@ class OutputFiles:
 
     Attributes:
         done: numbers of the lines that are answered, in either file.
-        succeeded, failed, usage: counted from the files, and on.
+        succeeded, failed, usage: counts over all runs.
     """
 
     def __init__(self, spec: BulkSpec) -> None:
@@ -97,7 +97,7 @@ class OutputFiles:
         """Take the files, and read what earlier runs have written.
 
         Raises:
-            InvalidRequest: the output is there and not of this job.
+            InvalidRequest: the output exists and is not this job's.
             InternalError: another run of this job holds them.
         """
         self._output = self._open(self._spec.output)
@@ -124,7 +124,7 @@ class OutputFiles:
         self._count(number, record, succeeded=False)
 
     def finish(self) -> None:
-        """The job is complete: give the files their names. An errors file without a line is not kept."""
+        """The job is complete: give the files their final names. An empty errors file is not kept."""
         for path, file, keep in ((self._spec.errors, self._errors, self.failed > 0), (self._spec.output, self._output, True)):
             assert file is not None
             os.fsync(file.fileno())
@@ -132,7 +132,7 @@ class OutputFiles:
             part.rename(path) if keep else part.unlink()
 
     def _open(self, path: str) -> BinaryIO:
-        """The part file, at its end, locked; a file that an earlier run completed becomes a part again."""
+        """The part file, locked and at its end; a file that an earlier run completed becomes a part file again."""
         part = _part(path)
         if Path(path).exists() and not part.exists():
             self._check_ours(Path(path))
@@ -172,7 +172,7 @@ def _part(path: str) -> Path:
 
 
 def _lock(file: Any) -> None:
-    """Wait until no other run holds the file: one whose worker died may live a moment longer."""
+    """Wait until no other run holds the file: a run may outlive its worker for a moment."""
     deadline_at_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
@@ -186,7 +186,7 @@ def _lock(file: Any) -> None:
 
 
 def _cut_torn_line(file: Any) -> None:
-    """Remove what follows the last newline, looking backwards through the file."""
+    """Remove what follows the last newline, searching backwards."""
     end = position = file.seek(0, os.SEEK_END)
     while position > 0:
         start = max(0, position - 65536)
@@ -207,7 +207,7 @@ def _records(file: BinaryIO) -> Iterator[dict[str, Any]]:
 
 
 def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
-    """One write a line: what is killed in between leaves whole lines, or a torn one at the very end."""
+    """One write per line: a process that is killed leaves whole lines, or one torn line at the very end."""
     data = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     written = file.write(data)
     while written < len(data):  # a full disk raises; a signal may cut a large write short

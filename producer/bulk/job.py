@@ -23,7 +23,7 @@ from producer.bulk.spec import BulkSpec
 from producer.core import DEFAULT_URL
 from producer.errors import InvalidRequest
 
-URL_VARIABLE = "HEADRACE_REDIS"  # not among the job's arguments: it may hold a password
+URL_VARIABLE = "HEADRACE_REDIS"  # not an argument of the job: it may hold a password
 LEASE_VARIABLE = "HEADRACE_BULK_LEASE_S"  # the worker's ``--lease``, for the runs in its processes
 LEASE_S = 30.0
 CANCEL_FIELD = "headrace_cancel"  # of the rq job's hash
@@ -34,18 +34,18 @@ State = Literal["running", "interrupted", "cancelled", "done"]
 
 
 class Interrupted(Exception):
-    """The bulk worker is to stop, or has died; the job goes on with the next one."""
+    """The bulk worker has to stop, or has died; the job continues with the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a job is; kept in the rq job's ``meta``, and its result in the end.
+    """How far a job is; kept in the rq job's ``meta``, and the job's result at the end.
 
     Attributes:
         total: lines that are not blank; ``last_line`` is the number of the last of them.
-        resumed: of those done, how many earlier runs did.
+        resumed: how many of those done were done by earlier runs.
         in_flight: requests on the queue.
-        seconds: that this run has taken.
+        seconds: how long this run has taken.
     """
 
     state: State
@@ -66,7 +66,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any] | None:
     """Run a bulk job inside an rq worker; returns its `Progress` at the end.
 
     Raises:
-        Interrupted: the worker was told to stop; rq puts the job back, and that counts as no retry.
+        Interrupted: the worker was told to stop; rq puts the job back, and does not count a retry.
         InvalidRequest, FileNotFoundError: the job can never be run; rq does not retry it.
     """
     job = get_current_job()
@@ -90,10 +90,10 @@ async def _run(job: Job, spec: BulkSpec) -> Progress | None:
 
 
 class _Run:
-    """A run: the runner, and beside it a tick a second that renews the lease, saves the progress and looks for reasons to stop.
+    """A run: the runner, and beside it one tick per second that renews the lease, saves the progress and checks for reasons to stop.
 
-    rq may put a job on its queue twice: a run that was cut off puts its own back when it finds that it is to stop, and the workers
-    that took it for dead have done so before. Whichever run comes second waits for the lease of the first.
+    rq may put a job on its queue twice: a run that was cut off puts its job back when it finds that it has to stop, and the workers
+    that took it for dead have done so already. The second run waits for the lease of the first.
     """
 
     def __init__(self, job: Job, spec: BulkSpec, files: OutputFiles, runner: BulkRunner) -> None:
@@ -106,12 +106,12 @@ class _Run:
         self._started_s = time.monotonic()
         self._state: State = "running"
         self._begun = False
-        self._saving = asyncio.Lock()  # what is saved last must be the last
+        self._saving = asyncio.Lock()  # the last save must be of the latest progress
         self._extent = Extent()
         self._resumed = 0
 
     async def run(self) -> Progress | None:
-        """None where another run, which was waited for, has finished the job."""
+        """None if another run, which this one waited for, has finished the job."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._interrupt)
         try:
@@ -131,7 +131,7 @@ class _Run:
         await asyncio.sleep(TICK_S)
 
     async def _is_finished(self) -> bool:
-        """Whether some run's result stands: rq has set the job's status to started again by now."""
+        """Whether some run has stored a result; the status does not tell, as rq has set it to started again by now."""
         return await asyncio.to_thread(self._job.return_value, True) is not None
 
     async def _run_alone(self) -> Progress:
@@ -148,7 +148,7 @@ class _Run:
             await asyncio.gather(ticker, return_exceptions=True)
 
     async def _measure(self) -> Extent:
-        """A job that is cancelled sends nothing more: earlier runs know how far its input went, be it gone since."""
+        """A cancelled job sends nothing more: earlier runs recorded how long its input was, even if it is gone by now."""
         if self._state != "cancelled":
             return await asyncio.to_thread(Extent.of, self._spec.input)
         meta = await asyncio.to_thread(self._job.get_meta)
@@ -156,7 +156,7 @@ class _Run:
         return Extent(total, meta.get("last_line", total))
 
     async def _answer_lines(self) -> Progress:
-        await self._save()  # it has begun: from here on `queue.cancel` leaves its requests to the last run
+        await self._save()  # the job has begun: from here on `queue.cancel` leaves its requests to the last run
         self._begun = True
         await self._heed_cancel()
         if await self._runner.run():
@@ -171,7 +171,7 @@ class _Run:
         return self._progress(in_flight=0)
 
     async def _tick(self) -> None:
-        """What Redis does not take now waits for the next tick. A parent that an outage has ended is missed in spite of it."""
+        """What Redis does not accept now waits for the next tick. A parent process that ended is noticed even during an outage."""
         self._heed_parent()
         with suppress(RedisError):
             if not await self._lease.renew():

@@ -22,7 +22,7 @@ Form = Literal["chat", "completion", "embedding", "plain"]
 MAX_LINE_BYTES = 8 * 1024 * 1024
 _URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/embeddings": "embedding"}
 _RENAMED = {"max_completion_tokens": "max_tokens"}
-_IGNORED = frozenset({"model", "store", "metadata", "service_tier", "parallel_tool_calls"})  # that change nothing in the answer
+_IGNORED = frozenset({"model", "store", "metadata", "service_tier", "parallel_tool_calls"})  # fields that do not change the answer
 _KEYWORDS = frozenset({*FIELD_NAMES, "messages", "prompt_token_ids", "user", "deadline_s", "kind", "continuations"})
 
 
@@ -32,7 +32,7 @@ class Line:
 
     Attributes:
         number: of the line in the file, from 1.
-        custom_id: the caller's own, given back with the answer.
+        custom_id: the caller's own, returned with the answer.
         options: keywords of `Client.submit`, ``prompt`` among them.
     """
 
@@ -46,7 +46,7 @@ def parse_line(number: int, text: str, *, is_json: bool) -> Line:
     """Read one line.
 
     Raises:
-        InvalidRequest: it is no request; the message says why and holds none of its text.
+        InvalidRequest: the line is not a request; the message says why and holds none of its text.
     """
     if not is_json:
         return Line(number, "plain", None, {"prompt": text})
@@ -62,7 +62,7 @@ def parse_line(number: int, text: str, *, is_json: bool) -> Line:
 
 
 def custom_id_of(text: str) -> str | None:
-    """The ``custom_id`` of a line that may be wrong in all else, so that its error finds its way back."""
+    """The ``custom_id`` of a line that may be otherwise wrong, so that its error can be matched to it."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -103,14 +103,14 @@ def _form(url: object, body: Mapping[str, Any]) -> Form:
 
 
 def _chat_logprobs(options: dict[str, Any]) -> None:
-    """Chat completions say ``logprobs: true, top_logprobs: 5`` for what completions and we call ``logprobs: 5``."""
+    """Chat completions write ``logprobs: true, top_logprobs: 5`` for what completions and we call ``logprobs: 5``."""
     wanted, top = options.pop("logprobs", False), options.pop("top_logprobs", 0)
     if validate.boolean("logprobs", wanted):
         options["logprobs"] = top
 
 
 def _embedding_options(options: dict[str, Any]) -> None:
-    """An embedding's ``input`` is a prompt, its token ids, or a list of one of them: a line is one request."""
+    """An embedding's ``input`` is a prompt, its token ids, or a list of one of these: a line is one request."""
     if options.pop("encoding_format", "float") != "float":
         raise validate.invalid("encoding_format", "float")
     given = options.pop("input", None)
@@ -149,7 +149,7 @@ def failure(number: int, custom_id: str | None, request_id: str, error: Headrace
 
 
 def usage_of(record: Mapping[str, Any]) -> Usage:
-    """The tokens that an output line counts."""
+    """The token counts in an output line."""
     holder = record if record.get("response") is None else record["response"]["body"]
     usage = holder.get("usage") or {}
     return Usage(int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
@@ -202,7 +202,7 @@ def _logprobs(choice: Choice) -> dict[str, Any] | None:
 
 
 def _logprob(item: TokenLogprob) -> dict[str, Any]:
-    """Tokens are named by id: their text is the tokenizer's, which only the worker has."""
+    """Tokens are named by id: only the worker has the tokenizer that knows their text."""
     top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in item.top.items()]
     return {"token_id": item.token_id, "logprob": item.logprob, "top_logprobs": top}
 

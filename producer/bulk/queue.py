@@ -1,4 +1,4 @@
-"""Bulk jobs as rq jobs: put there, looked at, cancelled, worked off. Everything is JSON on the wire, no pickle."""
+"""Bulk jobs as rq jobs: submitting, viewing, cancelling, running. Everything is JSON on the wire, no pickle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_CRASHES = 10  # runs that may die or raise before the job is failed for good
 RESULT_TTL_S = 7 * 86400
 FAILURE_TTL_S = 30 * 86400
 FOREIGN = "not a Headrace job"
-_OUTAGE_TRIES = 60  # of at most two seconds each: how long an outage of Redis rq's own commands bear
+_OUTAGE_TRIES = 60  # of at most two seconds each: how long rq's own commands wait for Redis
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class JobView:
 
     Attributes:
         status: rq's: ``scheduled``, ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ….
-        input, output: empty where the job is not Headrace's, but somebody else's on the same rq queue.
+        input, output: empty if the job is not Headrace's, but another application's on the same rq queue.
         progress: the fields of `producer.bulk.job.Progress`; empty before the first run.
-        error: the last line of what the last run raised, if it did; `FOREIGN` where the job is not Headrace's.
+        error: the last line of what the last run raised, if it did; `FOREIGN` if the job is not Headrace's.
     """
 
     id: str
@@ -55,7 +55,7 @@ class JobView:
 
 
 def rq_connection(url: str) -> redis.Redis:
-    """A connection for rq, whose commands may be sent twice: it waits outages out where it stands.
+    """A connection for rq, whose commands may be sent twice: it waits for Redis within each command.
 
     Raises:
         ValueError: the URL is malformed, or a cluster's.
@@ -72,7 +72,7 @@ def bulk_queue(connection: redis.Redis) -> Queue:
 
 
 def submit(connection: redis.Redis, spec: BulkSpec, at: datetime | None = None) -> Job:
-    """Enqueue a job, now or at a time (local where it names no zone); one whose id is known, in whatever state, is returned as it is."""
+    """Enqueue a job, now or at a time (local if it names no zone); a job with a known id, in whatever state, is returned as it is."""
     try:
         return fetch(connection, spec.job_id)
     except UnknownRequest:
@@ -90,7 +90,7 @@ def submit(connection: redis.Redis, spec: BulkSpec, at: datetime | None = None) 
 
 
 def fetch(connection: redis.Redis, job_id: str) -> Job:
-    """Raises `UnknownRequest` where there is no such job."""
+    """Raises `UnknownRequest` if there is no such job."""
     try:
         return Job.fetch(job_id, connection=connection, serializer=JSONSerializer)
     except NoSuchJobError:
@@ -98,11 +98,11 @@ def fetch(connection: redis.Redis, job_id: str) -> Job:
 
 
 def cancel(connection: redis.Redis, job_id: str) -> str:
-    """Cancel a job; what it has on the queue is cancelled too, what is written stays.
+    """Cancel a job and its requests on the queue; what is written stays.
 
     Returns:
-        ``cancelled`` before it began, ``cancelling`` where it runs (its worker sees that within a second or two), was interrupted or
-        has failed (the next worker withdraws what it left on the queue), ``finished`` where there was nothing to cancel any more.
+        ``cancelled`` if it had not begun; ``cancelling`` if it runs (its worker notices within a second or two), or was interrupted
+        or has failed (the next worker withdraws what it left on the queue); ``finished`` if there was nothing left to cancel.
     """
     job = fetch(connection, job_id)
     if _spec(job) is None:
@@ -129,12 +129,12 @@ def jobs(connection: redis.Redis) -> Iterator[JobView]:
     ids = [*registries[0].get_job_ids(cleanup=False), *queue.job_ids]
     ids += [job_id for registry in (*registries[1:], *ended) for job_id in registry.get_job_ids(cleanup=False)]
     for job_id in dict.fromkeys(ids):
-        with suppress(UnknownRequest):  # its time has run out since
+        with suppress(UnknownRequest):  # it has expired meanwhile
             yield view(fetch(connection, job_id))
 
 
 def view(job: Job) -> JobView:
-    """One job; what cannot be read as ours is shown all the same."""
+    """One job; one that cannot be read as ours is shown too."""
     spec = _spec(job)
     status = str(job.get_status(refresh=False).value)
     if spec is None:
@@ -146,7 +146,7 @@ def view(job: Job) -> JobView:
 
 
 def _spec(job: Job) -> BulkSpec | None:
-    """What a job is told; None where it is pickled, of another function, or no spec."""
+    """A job's spec; None if the job is pickled, of another function, or has no valid spec."""
     try:
         return BulkSpec.from_json(job.args[0]) if job.func_name == FUNCTION else None
     except (DeserializationError, InvalidRequest, LookupError, TypeError):
@@ -154,18 +154,18 @@ def _spec(job: Job) -> BulkSpec | None:
 
 
 def renew_tries(connection: redis.Redis) -> None:
-    """Give the jobs that have failed for good the tries of fresh ones, for whoever requeues them: rq's tools leave them at 0."""
+    """Give jobs that have failed for good the tries of fresh ones, in case they are requeued: rq's tools leave them at 0."""
     ids = bulk_queue(connection).failed_job_registry.get_job_ids(cleanup=False)
     for job in Job.fetch_many(ids, connection=connection, serializer=JSONSerializer):
         if job is not None and not job.should_retry and _spec(job) is not None:
-            connection.hset(job.key, "retries_left", MAX_CRASHES)  # that alone: the job may be on its way back to the queue by now
+            connection.hset(job.key, "retries_left", MAX_CRASHES)  # only this field: the job may be on its way back to the queue by now
 
 
 class BulkWorker(Worker):
-    """An rq worker that notices within ``lease_s`` that another one died, and whose SIGTERM puts the running job back.
+    """An rq worker that notices within ``lease_s`` that another one died, and that puts its job back on SIGTERM.
 
-    Only the job's progress is lost with a worker, and of that nothing: its files are the record. Jobs whose time has come are
-    put on the queue here, when there is time, and not in a process of rq's scheduler, which would outlive a killed worker.
+    A worker's death loses nothing of a job: its files are the record. Jobs whose time has come are put on the queue here,
+    between jobs, and not by a process of rq's scheduler, which would outlive a killed worker.
     """
 
     def __init__(self, connection: redis.Redis, *, name: str | None = None, lease_s: int = 30) -> None:
@@ -179,12 +179,12 @@ class BulkWorker(Worker):
             serializer=JSONSerializer,
             job_monitoring_interval=max(1, lease_s // 3),
             maintenance_interval=lease_s,
-            worker_ttl=lease_s + 15,  # rq looks for work, and for the jobs of dead workers, once in ``worker_ttl - 15`` seconds
+            worker_ttl=lease_s + 15,  # rq looks for work, and for the jobs of dead workers, every ``worker_ttl - 15`` seconds
         )
         self._clock = RQScheduler(self.queues, connection, serializer=JSONSerializer, logging_level=logging.WARNING)
 
     def run_maintenance_tasks(self) -> None:
-        """Besides rq's own, once in ``lease_s``: one worker at a time puts on the queue what is due; failed jobs may be requeued."""
+        """Every ``lease_s``, besides rq's own tasks: one worker at a time enqueues what is due, and failed jobs become requeueable."""
         self._clock.acquire_locks()
         try:
             self._clock.enqueue_scheduled_jobs()
@@ -198,14 +198,14 @@ class BulkWorker(Worker):
         return self._lease_s
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
-        """An interrupted run is no fault, and no traceback."""
+        """An interrupted run is not a fault, and gets no traceback."""
         if exc_info[0] is Interrupted:
             self.log.info("Worker %s: job %s interrupted, it goes on with the next worker", self.name, job.id)
         else:
             super().handle_exception(job, *exc_info)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
-        """First signal: have the job save where it is and end; then this worker ends, too."""
+        """First signal: have the job save where it is and end; then this worker ends too."""
         if self.horse_pid:
             os.kill(self.horse_pid, signal.SIGTERM)
         super().request_stop(signum, frame)  # type: ignore[no-untyped-call]  # untyped in rq

@@ -24,7 +24,7 @@ WITHDRAWERS = 16  # requests cancelled at once
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one line came to, as it is written."""
+    """The outcome of one line, as it is written."""
 
     number: int
     record: Mapping[str, Any]
@@ -51,7 +51,7 @@ class BulkRunner:
         return len(self._in_flight)
 
     async def run(self) -> bool:
-        """Answer every line that is not answered yet; False where `stop` came first.
+        """Answer every line that is not answered yet; returns False if `stop` came first.
 
         Raises:
             RedisUnavailable: Redis refuses the client.
@@ -71,17 +71,17 @@ class BulkRunner:
             await _end(feeder, stopped)
 
     def stop(self) -> None:
-        """Stop now. Requests in flight go on, and the next run of the job takes their answers, unless `withdraw` cancels them."""
+        """Stop now. Requests in flight continue, and the next run of the job takes their answers, unless `withdraw` cancels them."""
         self._stopped.set()
 
     async def withdraw(self, extent: Extent) -> None:
-        """Cancel, after `run`, what the job still has on the queue, whichever run of it put it there. The input may be gone.
+        """Cancel, after `run`, what the job still has on the queue, whichever of its runs put it there. The input may be gone.
 
-        Lines enter the window in order, so that whatever was sent, heard of or not, is among the first ``window`` not yet written;
-        which of the unwritten are blank is not known.
+        Lines enter the window in order, so everything that was sent is among the first ``window`` unwritten lines. Which unwritten
+        lines are blank is not known.
 
         Args:
-            extent: of the input.
+            extent: length of the input.
 
         Raises:
             RedisUnavailable: some may run on; it may be called again.
@@ -92,7 +92,7 @@ class BulkRunner:
         await asyncio.gather(*(self._withdraw(numbers, sending) for _ in range(WITHDRAWERS)))
 
     async def _withdraw(self, numbers: Iterator[int], sending: Set[int]) -> None:
-        """A line's next attempt is sent when the one before has ended; an id that is cancelled before it arrives is refused."""
+        """Cancels each line's attempts until one had not ended: the next is sent only after that. An id cancelled beforehand is refused."""
         for number in numbers:
             if number not in sending and await self._client.get(self._spec.request_id(number, 0)).status() == "unknown":
                 continue  # blank, or never sent
@@ -109,10 +109,10 @@ class BulkRunner:
                         self._order.append(number)
                         group.create_task(self._answer(number, text))
         except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None  # the first; the others are cancelled by it, or say the same
+            raise group_error.exceptions[0] from None  # the first; the others are cancelled because of it, or say the same
 
     async def _answer(self, number: int, text: str | None) -> None:
-        """Answer one line, and give its place in the window back when it is written."""
+        """Answer one line, and free its place in the window when it is written."""
         try:
             if text is None:
                 raise InvalidRequest(f"the line is longer than {lines.MAX_LINE_BYTES} bytes or not UTF-8")
@@ -131,9 +131,9 @@ class BulkRunner:
             try:
                 result = await (await self._submit(line, request_id)).result()
             except RedisUnavailable:
-                raise  # no fault of the line's: the job fails, and goes on later
+                raise  # not the line's fault: the job fails, and continues later
             except (ReplyExpired, UnknownRequest):
-                pass  # it was answered while nobody listened: no fault of the line's either, and no retry of its
+                pass  # it was answered while nobody listened: not the line's fault either, so it costs no retry
             except HeadraceError as error:
                 if not error.retryable or retries_left == 0:
                     return Outcome(line.number, lines.failure(line.number, line.custom_id, request_id, error), succeeded=False)
@@ -146,7 +146,7 @@ class BulkRunner:
             await asyncio.sleep(backoff.next_s())
 
     async def _submit(self, line: Line, request_id: str) -> AsyncHandle:
-        """Put the request on the queue, however long it takes until there is room. An id that is there already is waited for."""
+        """Put the request on the queue, waiting as long as it takes for room. If the id is there already, that request is waited for."""
         options: Any = {**line.options, "id": request_id, "tier": "batch", "source": self._spec.source}
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
@@ -159,7 +159,7 @@ class BulkRunner:
                 return handle
 
     def _write(self, outcome: Outcome) -> None:
-        """In input order, hold the answer back until those of all lines before are written; the window bounds how many that are."""
+        """In input order, hold the answer back until those of all earlier lines are written; the window bounds how many are held."""
         if self._spec.order == "completion":
             self._order.remove(outcome.number)
             self._put(outcome)

@@ -1,4 +1,4 @@
-"""What a bulk job is told, as plain values that JSON carries."""
+"""The parameters of a bulk job, as plain values that JSON can carry."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class BulkSpec:
         job_id: the rq job's id, and the beginning of the ids of all its requests.
         input, output, errors: absolute paths, as the bulk worker sees them.
         window: most requests on the queue at once.
-        order: of the output lines: the input's, or as answers come.
-        retries: how often a line is sent again after an error that another try may cure; a reply that expired unread is none.
+        order: of the output lines: as in the input, or as answers come.
+        retries: how often a line is sent again after a retryable error; a reply that expired unread does not count as one.
         source: the label that its requests carry, for fairness and metrics.
         queue: the queue that they are put on.
     """
@@ -60,11 +60,11 @@ class BulkSpec:
             raise InvalidRequest("input, output and errors must be three different absolute paths", field="output")
 
     def request_id(self, number: int, attempt: int) -> str:
-        """Of the line ``number``; the same in every run of the job, so that what is running or done is found again."""
+        """The id for line ``number``; the same in every run of the job, so that what is running or done is found again."""
         return f"{self.job_id}.{number}" if attempt == 0 else f"{self.job_id}.{number}.{attempt}"
 
     def line_number(self, request_id: str) -> int | None:
-        """The line that `request_id` was made for; None where it is not of this job."""
+        """The line that `request_id` was made for; None if it is not of this job."""
         job_id, _, rest = request_id.partition(".")
         number = rest.partition(".")[0]
         return int(number) if job_id == self.job_id and number.isdecimal() else None

@@ -1,4 +1,4 @@
-"""What requests leave behind in Redis, and what workers still hold: the clean-up that load tests check."""
+"""What requests leave in Redis, and what workers still hold: load tests check that all of it is cleaned up."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FINAL = (b"final", b"error")
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """Of some requests, how many are not as they should be once they are over.
+    """How many of some requests are not as they should be once they have ended.
 
     Attributes:
         on_stream: their entry is still there.
-        pending: their entry is still some worker's.
-        without_ttl: their reply or state is kept for ever.
+        pending: a worker still holds their entry.
+        without_ttl: their reply or state does not expire.
         not_once: they do not have exactly one final frame.
     """
 
@@ -39,7 +39,7 @@ class Remains:
         return Remains(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def checks(self, num_requests: int) -> list[Check]:
-        """One for each."""
+        """One check per count."""
 
         def check(name: str, count: int) -> Check:
             return Check(name, count == 0, f"{num_requests - count} of {num_requests}")
@@ -89,17 +89,17 @@ def _of_entries(client: redis.Redis, keys: Keys, request_ids: Sequence[str]) -> 
 
 
 def _count(replies: Sequence[Any]) -> int:
-    """How many found something; NOGROUP, where no worker ever came, is nothing pending."""
+    """How many found something; NOGROUP, if no worker ever came, means nothing pending."""
     return sum(bool(reply) and not isinstance(reply, ResponseError) for reply in replies)
 
 
 def is_idle(client: redis.Redis, queue: str) -> bool:
-    """Whether nothing is queued or running, of anybody's."""
+    """Whether nothing at all is queued or running."""
     return all(tier.queued == tier.running == 0 for tier in read_status(client, queue).tiers)
 
 
 def held_by_workers(client: redis.Redis, queue: str) -> int:
-    """How many requests and KV blocks live workers hold, as their heartbeats say."""
+    """How many requests and KV blocks live workers hold, by their heartbeats."""
     held = 0
     for worker in read_status(client, queue).workers:
         said = {name: int(worker.fields.get(name, 0)) for name in ("held", "free_blocks", "cached_blocks", "total_blocks")}
@@ -108,7 +108,7 @@ def held_by_workers(client: redis.Redis, queue: str) -> int:
 
 
 def settle(look: Callable[[], Any], clean: Any, timeout_s: float) -> Any:
-    """Look again and again until what is found is ``clean``, or time is up; returns what was found last."""
+    """Repeat ``look`` until it returns ``clean`` or time is up; returns its last result."""
     deadline_at_s = time.monotonic() + timeout_s
     while (found := look()) != clean and time.monotonic() < deadline_at_s:
         time.sleep(_POLL_S)

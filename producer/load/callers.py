@@ -1,4 +1,4 @@
-"""Streaming callers on one queue, in one event loop, who note down what they get and when."""
+"""Streaming callers on one queue, in one event loop, that record what they get and when."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Call:
     """One request as its caller saw it.
 
     Attributes:
-        code: of the error that ended it; '' where it was answered in full.
-        attempt: which delivery answered it.
+        code: of the error that ended it; '' if it was answered in full.
+        attempt: which attempt answered it.
     """
 
     request_id: str
@@ -45,7 +45,7 @@ class Call:
 
 
 class Callers:
-    """Makes calls; all times are told in seconds since it was made.
+    """Makes calls; all times are in seconds since this was made.
 
     Args:
         timeout_s: how long a call may take before it is given up and cancelled.
@@ -67,7 +67,7 @@ class Callers:
         return time.monotonic() - self._start_s
 
     async def call(self, shape: Shape) -> Call:
-        """One request from its submission to its last token; errors are noted down, not raised."""
+        """One request from its submission to its last token; errors are recorded, not raised."""
         number = len(self.calls)
         call = Call(f"load-{self._run}-{number}", RequestRecord(number, shape.prompt_tokens, self.now_s()))
         self.calls.append(call)
@@ -105,12 +105,12 @@ class Callers:
             return  # what made the call fail
 
     def for_s(self, seconds: float) -> Callable[[], bool]:
-        """Whether fewer than ``seconds`` have gone by, from now on."""
+        """A function that says whether fewer than ``seconds`` have passed since now."""
         end_s = self.now_s() + seconds
         return lambda: self.now_s() < end_s
 
     async def closed_loop(self, shape: Shape, count: int, go_on: Callable[[], bool]) -> list[Call]:
-        """``count`` callers, each with one request after the other for as long as ``go_on`` says."""
+        """``count`` callers, each with one request after the other for as long as ``go_on`` returns True."""
 
         async def caller() -> list[Call]:
             made = [await self.call(shape)]
@@ -121,7 +121,7 @@ class Callers:
         return [call for made in await asyncio.gather(*(caller() for _ in range(count))) for call in made]
 
     async def open_loop(self, arrivals: Iterable[tuple[float, Shape]]) -> list[Call]:
-        """A request at each arrival (seconds from now), however many are still under way."""
+        """A request at each arrival (seconds from now), however many are still in flight."""
         base_s = self.now_s()
 
         async def arrive(at_s: float, shape: Shape) -> Call:
@@ -143,9 +143,9 @@ def answered(calls: Sequence[Call]) -> list[RequestRecord]:
 
 
 def phase_figures(calls: Sequence[Call], start_s: float, seconds: float) -> dict[str, float]:
-    """Latencies of ``calls``, answers a second until the last one, and tokens a second within the ``seconds`` from ``start_s``.
+    """Latencies of ``calls``, answers per second until the last one, and tokens per second within the ``seconds`` from ``start_s``.
 
-    Of the tokens only those that came while new calls were made are counted: the last calls' end runs at less than the load.
+    Only tokens that came while new calls were made are counted: afterwards the last calls run at less than the load.
     """
     records, end_s = answered(calls), start_s + seconds
     tokens = sum(start_s <= at_s < end_s for call in calls for at_s in call.record.token_times_s)

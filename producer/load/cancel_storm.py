@@ -1,4 +1,4 @@
-"""``cancel-storm``: thousands of requests, queued and running, cancelled at once; then nothing of them may be left."""
+"""``cancel-storm``: thousands of requests, queued and running, are cancelled at once; then nothing of them may be left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from producer.load.stats import percentile
 from producer.options import BatchItem
 from producer.status import read_tiers
 
-_AT_ONCE = 64  # cancels under way together, each on a connection of its own
+_AT_ONCE = 64  # cancellations at the same time, each on its own connection
 _START_S = 10.0  # how long the first of the requests may take to be running
 _SETTLE_S = 30.0
 _POLL_S = 0.02
@@ -39,7 +39,7 @@ async def cancel_storm(client: AsyncClient, operator: Client, *, count: int, out
     """Submit ``count`` requests, half of them streamed, wait until some run, and cancel all, in any order.
 
     Args:
-        operator: a client of the same queue that looks at what is left.
+        operator: a client of the same queue, which checks what is left.
     """
     idle = await asyncio.to_thread(is_idle, operator.redis, operator.queue)
     same: BatchItem = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 0.0, "source": SOURCE}
@@ -79,7 +79,7 @@ async def _cancel_all(handles: Sequence[AsyncHandle], timeout_s: float) -> list[
 
 
 def _all_ended(ends: Sequence[Cancelled]) -> Check:
-    """One that was done before its cancellation came is all right, too."""
+    """A request that was done before its cancellation came is fine too."""
     others = Counter(end.code for end in ends if end.code not in ("", "CANCELLED"))
     detail = f"{sum(end.code == 'CANCELLED' for end in ends)} cancelled, {sum(not end.code for end in ends)} done before"
     return Check(

@@ -57,7 +57,7 @@ class Steps(click.ParamType[tuple[int, ...]]):
 
 
 def _report_options(command: Command) -> Command:
-    """What every test takes."""
+    """Options of every test."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
         click.option(
@@ -72,8 +72,8 @@ def _report_options(command: Command) -> Command:
 
 
 def _test_options(command: Command) -> Command:
-    """What a test takes that waits for answers."""
-    about = "Seconds until a request is given up."
+    """Options of a test that waits for answers."""
+    about = "Seconds after which a request is given up."
     return _report_options(click.option("--timeout", "timeout_s", default=600.0, show_default=True, type=_POSITIVE, help=about)(command))
 
 
@@ -97,7 +97,7 @@ _ttft_option = click.option("--ttft-goal-ms", default=1000.0, show_default=True,
 
 @click.group()
 def load() -> None:
-    """Load tests of a running queue; exit code 1 when a check fails."""
+    """Load-test a running queue; exit code 1 if a check fails."""
 
 
 @load.command()
@@ -110,7 +110,7 @@ def load() -> None:
 def ramp(
     prompt_tokens: int, output_tokens: int, ttft_goal_ms: float, itl_goal_ms: float, steps: tuple[int, ...], seconds: float, **options: Any
 ) -> None:
-    """More callers step by step, and the most that keep the goals."""
+    """Add callers step by step, and find the most that keep the goals."""
 
     def on_step(step: Step) -> None:
         figures = step.figures
@@ -163,9 +163,9 @@ def mixed(
 @load.command("cancel-storm")
 @_test_options
 @click.option("--count", default=1000, show_default=True, type=_COUNT, help="Requests to submit and cancel.")
-@click.option("--output-tokens", default=512, show_default=True, type=_COUNT, help="Of each, were it not cancelled.")
+@click.option("--output-tokens", default=512, show_default=True, type=_COUNT, help="Of each request, if it were not cancelled.")
 def cancel_storm(redis_url: str, queue: str, count: int, output_tokens: int, **options: Any) -> None:
-    """Cancel requests by the thousand, queued and running, and look at what is left of them."""
+    """Cancel thousands of requests, queued and running, and check what is left of them."""
     with open_client(redis_url, queue) as operator:
 
         def test(client: AsyncClient, timeout_s: float) -> Awaitable[Report]:
@@ -176,9 +176,9 @@ def cancel_storm(redis_url: str, queue: str, count: int, output_tokens: int, **o
 
 @load.command()
 @_report_options
-@click.option("--goal-ms", default=2000.0, show_default=True, type=_POSITIVE, help="How fast an error must be there.")
+@click.option("--goal-ms", default=2000.0, show_default=True, type=_POSITIVE, help="How fast an error must come.")
 def limits(redis_url: str, queue: str, goal_ms: float, as_json: bool, folder: Path | None) -> None:
-    """Go beyond every limit, and see that a readable error comes, fast."""
+    """Go beyond every limit, and check that a readable error comes fast."""
     _check_folder(folder)
     with open_client(redis_url, queue) as client, redis_errors():
         report = run_limits(client, redis_url, goal_ms=goal_ms)
@@ -190,8 +190,8 @@ def limits(redis_url: str, queue: str, goal_ms: float, as_json: bool, folder: Pa
 @_shape_options(128, 128)
 @_callers_option
 @click.option("--restart-command", help="Shell command that restarts a worker and returns.")
-@click.option("--worker", help="Name of a worker on this host, or its process id: it gets SIGTERM, and is started anew by its supervisor.")
-@click.option("--seconds", default=30.0, show_default=True, type=_POSITIVE, help="Length of the load; its half goes on after the restart.")
+@click.option("--worker", help="Name of a worker on this host, or its process id: it gets SIGTERM, and its supervisor starts it again.")
+@click.option("--seconds", default=30.0, show_default=True, type=_POSITIVE, help="Length of the load; half of it is after the restart.")
 @click.option("--gap-goal", "gap_goal_s", default=60.0, show_default=True, type=_POSITIVE, help="Most seconds without any token.")
 def restart(
     redis_url: str,
@@ -206,7 +206,7 @@ def restart(
     timeout_s: float,
     **options: Any,
 ) -> None:
-    """Restart a worker under load: how long nothing moves, and whether every request is answered once."""
+    """Restart a worker under load: for how long no token comes, and whether every request is answered once."""
     if (restart_command is None) == (worker is None):
         raise click.UsageError("give either --restart-command or --worker")
     with open_client(redis_url, queue) as operator:
@@ -300,7 +300,7 @@ def _command(command: str) -> Restart:
 
 
 def _sigterm(client: Client, pid: int, timeout_s: float) -> Restart:
-    """Whether it has ended its heartbeat says: the process may stay for long as a zombie of a supervisor that is busy."""
+    """The heartbeat says whether it has ended: the process may remain for long as a zombie of a busy supervisor."""
 
     def lives() -> bool:
         workers = [worker.fields for worker in read_status(client.redis, client.queue).workers]

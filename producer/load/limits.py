@@ -1,4 +1,4 @@
-"""``limits``: every documented limit answers with a typed error that says what is wrong, and fast."""
+"""``limits``: every documented limit answers fast with a typed error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from producer.load.callers import SOURCE
 from producer.load.report import Cell, Check, Panel, Report, Series
 from producer.options import MAX_DEADLINE_S, new_id
 
-_ANSWER_S = 60.0  # how long a worker's answer is waited for, whatever the goal
+_ANSWER_S = 60.0  # how long to wait for a worker's answer, whatever the goal
 _WAIT_S = 0.05
 _MESSAGE_LENGTH = range(10, 300)
 
@@ -26,10 +26,10 @@ Act = Callable[[Client], object]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is done, and the code it is to be answered with.
+    """What is done, and the code that must answer it.
 
     Attributes:
-        field: what the message has to name.
+        field: what the message must name.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``code`` is '' where there was no error."""
+    """``code`` is '' if there was no error."""
 
     case: Case
     code: str
@@ -66,7 +66,7 @@ def _answered(name: str, code: str, field: str, **options: Any) -> Case:
 
 
 def _raw(name: str, field: str, **entry: str) -> Case:
-    """Put on the stream by somebody who has no client, and refused by the worker."""
+    """Put on the stream without a client, and refused by the worker."""
 
     def act(client: Client) -> object:
         request_id = new_id()
@@ -120,7 +120,7 @@ ON_A_QUEUE_OF_ITS_OWN: tuple[Case, ...] = (
 
 
 def limits(client: Client, url: str, *, goal_ms: float) -> Report:
-    """Run all cases; those that need a queue without workers on one of their own, which is removed at the end."""
+    """Run all cases; those that need a queue without workers get their own, which is removed at the end."""
     answers = [_run(case, client) for case in CASES]
     with Client(url, f"{client.queue[:100]}-limits-{token_hex(4)}") as apart:
         try:

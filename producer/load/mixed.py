@@ -25,7 +25,7 @@ async def mixed(
     ttft_goal_ms: float,
     timeout_s: float,
 ) -> Report:
-    """Two phases of ``seconds`` each: the short requests' callers alone, then with the long requests' beside them."""
+    """Two phases of ``seconds`` each: the callers of short requests alone, then beside those of long requests."""
     callers = Callers(client, timeout_s=timeout_s)
     await callers.call(short)
     starts_s = [callers.now_s()]

@@ -1,4 +1,4 @@
-"""The folder of reports: a JSON file and a PNG a test, and one HTML page that holds them all and needs nothing beside it."""
+"""The folder of reports: one JSON file and one PNG per test, and one self-contained HTML page with all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ img { max-width: 100%; }
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Add a report to ``folder`` (an earlier one of the same test is replaced) and make its page anew; returns the page."""
+    """Add a report to ``folder`` (replacing an earlier one of the same test) and write its page again; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{report.test}.json").write_text(json.dumps(report.to_json(), indent=2))
     if report.panels:
@@ -45,7 +45,7 @@ def _page(folder: Path) -> str:
 
 
 def _section(path: Path) -> Iterator[str]:
-    """Nothing of a file that is no report of ours."""
+    """A report's part of the page; nothing for a file that is not one of our reports."""
     said = _report(path)
     if said is None:
         return

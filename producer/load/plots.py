@@ -10,7 +10,7 @@ from typing import Any
 from producer.load.report import Panel, Series, text_of
 
 _WIDTH, _HEIGHT, _BAR_HEIGHT, _DPI = 5.6, 4.2, 0.25, 110
-_MARKED_POINTS = 40  # a course of more is drawn without markers
+_MARKED_POINTS = 40  # a series of more is drawn without markers
 _DASHES = ("-", "--", ":", "-.")
 
 

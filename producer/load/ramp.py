@@ -1,4 +1,4 @@
-"""``ramp``: more callers step by step, and how many of them the goals allow."""
+"""``ramp``: more callers step by step, and how many of them keep the goals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What 95 of 100 requests, or tokens, must keep to."""
+    """What 95 of 100 requests, or tokens, must keep."""
 
     ttft_ms: float
     itl_ms: float
@@ -57,7 +57,7 @@ async def ramp(
     timeout_s: float,
     on_step: Callable[[Step], None],
 ) -> Report:
-    """Closed loops of streaming callers, ``seconds`` a step; the next begins when the last one's requests are answered."""
+    """Closed loops of streaming callers, ``seconds`` per step; the next begins when the requests of the last are answered."""
     callers = Callers(client, timeout_s=timeout_s)
     calls: list[Call] = []
     done: list[Step] = []
@@ -72,7 +72,7 @@ async def ramp(
 
 
 def capacity(steps: Sequence[Step], goals: Goals) -> Step | None:
-    """The last step of those, from the first on, that keep the goals; None where the first does not."""
+    """The last of the leading steps that keep the goals; None if the first does not."""
     best = None
     for step in steps:
         if not goals.kept(step.figures):

@@ -1,4 +1,4 @@
-"""What a load test found: figures as a table, checks that pass or fail, and what there is to draw."""
+"""What a load test found: figures as a table, checks that pass or fail, and plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Style = Literal["line", "step", "dots", "bars"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was to hold; ``detail`` says what was found."""
+    """One thing that must hold; ``detail`` says what was found."""
 
     name: str
     ok: bool
@@ -33,13 +33,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One course of values.
+    """One series of values.
 
     Attributes:
-        label: in the legend; an empty one is not shown there.
-        x: names where ``style`` is ``bars``.
+        label: in the legend; an empty one is not shown.
+        x: names if ``style`` is ``bars``.
         color: which of the colours; None takes the next one.
-        dash: which of the line styles; 0 is drawn through.
+        dash: which of the line styles; 0 is solid.
     """
 
     label: str
@@ -57,7 +57,7 @@ class Panel:
     Attributes:
         goals: horizontal lines by label.
         marks: vertical lines by label.
-        x_scale: ``steps`` is logarithmic, too, with a tick at each value.
+        x_scale: ``steps`` is also logarithmic, with a tick at each value.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Report:
 
     Attributes:
         about: what was run, in one sentence.
-        summary: the finding in one sentence, where there is one.
+        summary: the finding in one sentence, if there is one.
     """
 
     test: str
@@ -108,7 +108,7 @@ class Report:
 
 
 def text_of(cell: Cell) -> str:
-    """A cell as people read it: three figures are enough of a number."""
+    """A cell for reading: numbers have three significant figures."""
     if isinstance(cell, str):
         return cell
     return f"{cell:,.0f}" if cell == int(cell) or abs(cell) >= 100 else f"{cell:.3g}"

@@ -1,4 +1,4 @@
-"""``restart``: a worker is restarted under load; how long nothing moves, and that every request is answered once."""
+"""``restart``: a worker is restarted under load; for how long no token comes, and whether every request is answered once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def restart_under_load(
     """Closed loop of streaming callers for ``seconds`` or more, with a restart within and tokens that flow again.
 
     Args:
-        restart: returns '' when the worker has ended, or, where it cannot know, when its restart has been ordered; else what went wrong.
-        timeout_s: how long a call may take, and tokens may stay away after the restart.
+        restart: returns '' when the worker has ended or, if it cannot know, when its restart has been ordered; else what went wrong.
+        timeout_s: how long a call may take, and how long tokens may fail to come after the restart.
     """
     callers = Callers(client, timeout_s=timeout_s)
     end_s = math.inf
@@ -61,7 +61,7 @@ async def _token_after(callers: Callers, after_s: float, timeout_s: float) -> No
 
 
 def longest_gap(times_s: Sequence[float], after_s: float) -> tuple[float, float] | None:
-    """Begin and end of the longest time without any token that ends after ``after_s``; None where no token came after it."""
+    """Begin and end of the longest time without any token that ends after ``after_s``; None if no token came after it."""
     ordered = sorted(times_s)
     gaps = [(end - begin, begin, end) for begin, end in zip([after_s, *ordered], ordered, strict=False) if end > after_s]
     return max(gaps)[1:] if gaps else None
@@ -108,7 +108,7 @@ def _panels(calls: Sequence[Call], times_s: Sequence[float], marks: dict[str, fl
 
 
 def rate(times_s: Sequence[float]) -> Series:
-    """Events a second over time."""
+    """Events per second over time."""
     width_s = max(0.1, max(times_s, default=0.0) / _BINS)
     counts = Counter(int(time_s / width_s) for time_s in times_s)
     bins = range(max(counts, default=0) + 2)

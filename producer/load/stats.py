@@ -1,4 +1,4 @@
-"""What was measured of requests, and the figures drawn from it. Standard library only: benchmarks run it in other interpreters."""
+"""Measurements of requests, and figures computed from them. Standard library only: benchmarks run it in other interpreters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times in seconds since the run began; ``token_times_s`` is empty where nobody saw the tokens come one by one."""
+    """Times in seconds since the run began; ``token_times_s`` is empty if the tokens were not seen one by one."""
 
     id: int
     num_prompt_tokens: int
@@ -27,12 +27,12 @@ class RequestRecord:
         self.finished_s = now_s
 
     def inter_token_s(self) -> list[float]:
-        """Gaps between tokens; none where single times are unknown."""
+        """Gaps between tokens; none if the times of single tokens are unknown."""
         return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values lie, interpolated; 0 of none."""
+    """The value below which ``percent`` of the values lie, interpolated; 0 if there are none."""
     if not values:
         return 0.0
     ordered = sorted(values)

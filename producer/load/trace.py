@@ -1,7 +1,7 @@
 """Record the lengths and times of a live queue's requests, without their text, and replay them.
 
 A trace is a file of JSON lines in the form of the Mooncake traces (Qin et al., 2024): ``timestamp`` in milliseconds since
-the first, ``input_length`` and ``output_length`` in tokens; ours name the ``tier`` as well. ``headrace bench`` reads them, too.
+the first, ``input_length`` and ``output_length`` in tokens; ours also name the ``tier``. ``headrace bench`` reads them too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TraceRequest:
 
     @classmethod
     def from_json(cls, line: str) -> TraceRequest:
-        """Raises ValueError, KeyError or TypeError where a line is none."""
+        """Raises ValueError, KeyError or TypeError if a line is not a request."""
         said = json.loads(line)
         time_ms, prompt_tokens, output_tokens = (int(said[name]) for name in ("timestamp", "input_length", "output_length"))
         return cls(time_ms, prompt_tokens, output_tokens, check_tier(said.get("tier", "realtime")))
@@ -49,7 +49,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Attributes: num_left_out: requests that came in the time but have no lengths: unfinished, or not answered in full."""
+    """Attributes: num_left_out: requests that came in time but have no lengths, being unfinished or not answered in full."""
 
     requests: Sequence[TraceRequest]
     num_left_out: int
@@ -59,7 +59,7 @@ class Recording:
 
 
 def record(client: redis.Redis, keys: Keys, seconds: float, on_start: Callable[[], None]) -> Recording:
-    """The requests that come within ``seconds`` from now and are answered in full by then, from their state hashes."""
+    """The requests that come in the next ``seconds`` and are answered in full by then, from their state hashes."""
     start_ms = _now_ms(client)
     on_start()
     time.sleep(seconds)
@@ -80,7 +80,7 @@ def record(client: redis.Redis, keys: Keys, seconds: float, on_start: Callable[[
 
 
 def _states(client: redis.Redis, keys: Keys) -> Iterator[tuple[bytes, dict[str, str]]]:
-    """Of all requests, by their keys; one may come twice, as SCAN may name it twice."""
+    """The states of all requests, by key; one may come twice, because SCAN may return it twice."""
     names: list[bytes] = []
     for name in client.scan_iter(match=keys.state("*"), count=_SCAN_COUNT):
         names.append(name)
@@ -107,7 +107,7 @@ def read(path: Path) -> list[TraceRequest]:
     """Read a trace.
 
     Raises:
-        InvalidRequest: the file holds something else, or nothing.
+        InvalidRequest: the file is empty or not a trace.
     """
     try:
         requests = [TraceRequest.from_json(line) for line in path.read_text().splitlines() if line.strip()]
