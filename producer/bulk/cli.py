@@ -43,15 +43,13 @@ def bulk() -> None:
 @click.argument("source_file", metavar="INPUT", type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path))
 @queue_options
 @click.option(
-    "--output", required=True, type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Answers, one JSON line per request."
+    "--output", required=True, type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Answers, one JSON line each."
 )
 @click.option("--errors", type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Failures [default: beside the output].")
 @click.option("--id", "job_id", help="The job's id; a known one is not run again [default: a new one].")
 @click.option("--window", default=256, show_default=True, type=click.IntRange(1), help="Most requests on the queue at once.")
 @click.option("--order", default="input", show_default=True, type=click.Choice(ORDERS), help="Order of the answers.")
-@click.option(
-    "--retries", default=3, show_default=True, type=click.IntRange(0), help="How often to retry a line after a retryable error."
-)
+@click.option("--retries", default=3, show_default=True, type=click.IntRange(0), help="How often to retry a line after a retryable error.")
 @click.option("--source", default="bulk", show_default=True, help="Label of the requests, for fairness and metrics.")
 @click.option("--at", type=click.DateTime(TIMES), help="Not before this time, local unless it has an offset [default: now].")
 @click.option("--wait", is_flag=True, help="Show the progress until the job is done; exit with 1 if lines failed.")
