@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.errors import ModelUnavailable
-from tests.tiny_models import tiny_model
+from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
 from worker.engine.model_loader import check_model, choose_device, choose_dtype, load_model, local_model_path, prepare_model, runs_natively
@@ -148,7 +148,8 @@ def test_the_context_is_never_longer_than_the_models(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "tokenizer_value", "expected"), [(3, None, {3}), ([4, 5], None, {4, 5}), (None, 6, {6}), ([4, 5], 6, {4, 5, 6})]
+    ("value", "tokenizer_value", "expected"),
+    [(3, None, {3}), ([4, 5], None, {4, 5}), (None, 6, {6}), ([4, 5], 6, {4, 5, 6}), ([4, VOCAB_SIZE, -1], None, {4})],
 )
 def test_tokens_that_end_an_output_come_from_wherever_they_are_named(value: Any, tokenizer_value: int | None, expected: set[int]) -> None:
     model, tokenizer = tiny_model("llama"), byte_tokenizer()

@@ -140,6 +140,26 @@ def test_what_realtime_alone_would_take_is_not_learnt_from_steps_beside_a_batch(
     assert pace.batch_tokens(4) <= 2
 
 
+@pytest.mark.parametrize("frozen_s", [0.0, 30.0], ids=["", "after a frozen step"])
+@pytest.mark.parametrize(("before", "now"), [(1, 10), (10, 1), (4, 4)])
+def test_what_realtime_alone_would_take_is_learnt_as_long_as_a_batch_is_there(before: int, now: int, frozen_s: float) -> None:
+    pace = unlearnt(goal_ms=5.0)
+    decodes = [ScheduledChunk(make_request(4, 100), 4, 1, True) for _ in range(10)]
+    beside = [ScheduledChunk(batch(4, 100), 4, 1, True) for _ in range(1000)]
+    for _ in range(50):
+        pace.observe(StepPlan(decodes[:before]), step_s(before))
+    pace.observe(StepPlan(decodes[:before]), step_s(before) + frozen_s)
+    assert pace.begin_step(realtime_is_quiet=False)
+    taken = []
+    for _ in range(300):
+        num_beside = min(pace.batch_tokens(now), len(beside))
+        taken.append(step_s(now + num_beside))
+        pace.observe(StepPlan(decodes[:now] + beside[:num_beside]), taken[-1])
+    assert taken[-1] <= 1.15 * MAX_SLOWDOWN * step_s(now)
+    if not frozen_s:
+        assert taken[-1] >= step_s(now) + 0.5 * (MAX_SLOWDOWN - 1) * step_s(now), "and batch gets a good part of what it may have"
+
+
 def test_one_slow_step_holds_batch_back_for_a_few_seconds_at_most() -> None:
     pace, passed_s = learnt(512, quiet=True), 0.0
     pace.cost.observe(512, 30.0)  # the host was frozen

@@ -34,7 +34,7 @@ def test_shares_of_a_configuration() -> None:
     config = replace(CONFIG, max_batch_size=10, max_batch_tokens=100, realtime_reserved=0.9, batch_floor=0.1)
     assert Shares.of(config, 50) == Shares(batch_slots=1, batch_blocks=5, batch_tokens=10, floor_slots=1, floor_tokens=10)
     assert Shares.of(replace(config, batch_floor=0.0), 50).floor_slots == 0
-    assert Shares.of(replace(config, realtime_reserved=1.0), 50) == Shares(1, 0, 10, 1, 10)
+    assert Shares.of(replace(config, realtime_reserved=1.0), 50) == Shares(1, 5, 10, 1, 10), "the floor is one of blocks, too"
     assert Shares.of(replace(config, max_batch_size=1, realtime_reserved=0.5), 50).floor_slots == 0
 
 
@@ -155,6 +155,45 @@ def test_a_realtime_request_as_big_as_the_pool_gets_its_turn_among_batch_work(fl
             sim.add(batch(20, 10))
         sim.step()
     assert big.status is RequestStatus.FINISHED
+
+
+def test_batch_requests_that_wait_for_realtime_to_be_quiet_do_not_close_the_room_for_others() -> None:
+    sim = Simulation(CONFIG, num_blocks=64)
+    sim.add(make_request(4, 200), batch(200, 10))
+    sim.step()
+    num_small = 0
+    for _ in range(40):
+        for _ in range(sim.scheduler.room("batch")):
+            sim.add(batch(8, 2))
+            num_small += 1
+        sim.step()
+    assert num_small > 40
+    for _ in range(2 * CONFIG.max_batch_size):
+        if not sim.scheduler.room("batch"):
+            break
+        sim.add(batch(200, 10))
+    assert not sim.scheduler.room("batch"), "but so many of them are enough"
+    sim.run()
+
+
+def test_a_realtime_request_that_excludes_batch_work_waits_for_one_turn_of_it_not_for_its_end() -> None:
+    sim = Simulation(replace(CONFIG, batch_floor=0.25), num_blocks=64)
+    first, second, behind = make_request(40, 100), make_request(240, 12), make_request(4, 2)
+    sim.sample = lambda request: None if request is first else 7
+    guaranteed, *others = (batch(4, max_tokens) for max_tokens in (2, 20, 25, 30))
+    sim.add(guaranteed, *others)
+    while guaranteed.status is not RequestStatus.FINISHED:
+        sim.step()
+    sim.add(first)
+    sim.step()
+    assert first.status is RequestStatus.FINISHED
+    assert not any(request.guaranteed for request in others)
+    sim.add(second, behind)
+    for i in range(120):
+        while sim.scheduler.room("batch"):
+            sim.add(batch(4, 10 + i % 10))
+        sim.step()
+    assert (second.status, behind.status) == (RequestStatus.FINISHED, RequestStatus.FINISHED)
 
 
 def test_a_waiting_realtime_request_closes_the_room_for_batch() -> None:
@@ -332,6 +371,28 @@ def test_a_swapped_request_comes_back_past_blocks_that_a_waiting_child_holds() -
     assert len(child.block_ids) == 11
     assert sim.step().swap_in
     assert not child.block_ids
+    sim.run()
+
+
+def test_a_swapped_request_takes_its_prefix_from_what_a_waiting_child_gives_back_for_it() -> None:
+    sim = Simulation(replace(CONFIG, max_batch_size=3), num_blocks=24, num_cpu_blocks=24, costs=CHEAP_SWAP)
+    parents = batch(21, 11), batch(13, 8)
+    sim.add(*parents)
+    sim.step()
+    victim = make_request([*parents[1].prompt_token_ids[:12], *range(12)], 4, tier="batch")
+    sim.add(victim)
+    sim.step()
+    children = [make_request(parent.prompt_token_ids, 4, tier="batch") for parent in parents]
+    for parent, child in zip(parents, children, strict=True):
+        sim.fork(parent, child)
+    sim.add(make_request(53, 4))
+    sim.step()
+    assert (victim.status, len(victim.cpu_block_ids)) == (RequestStatus.SWAPPED, 6)
+    for parent in parents:
+        sim.finish(parent)
+    assert [len(child.block_ids) for child in children] == [5, 3], "the last three begin the victim's prompt, too"
+    assert sim.scheduler.stats().free_blocks + sim.scheduler.stats().cached_blocks == 2
+    assert len(sim.step().swap_in) == 3
     sim.run()
 
 

@@ -14,8 +14,11 @@ from transformers import AutoTokenizer
 from producer.errors import InvalidRequest
 from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest
+from tests.tiny_engine import run, tiny_engine
+from tests.tiny_models import tiny_model
+from worker.engine import structured
 from worker.engine.inputs import InputProcessor, ModelLimits
-from worker.engine.model_loader import local_model_path
+from worker.engine.model_loader import local_model_path, prepare_model
 from worker.engine.request import Request
 from worker.engine.sampler import Sampler
 
@@ -125,6 +128,31 @@ def test_where_nothing_may_follow_the_row_fails_alone(compiler: GrammarCompiler)
     results = Sampler()(logits, [stuck, Request("free", [1], SamplingParams(), 9)])
     assert results[0].error_code == "BATCH_FAILED"
     assert results[1].error_code is None
+
+
+def test_what_grows_too_complex_on_its_first_step_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "_LIMITS", {"step_lexer_fuel": 50})
+    compiler = GrammarCompiler(tokenizer, VOCAB, {2})
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="refused: lexer error") as caught:
+            compiler.compile({"type": "regex", "regex": "[ab]*a[ab]{20}c"})
+        assert caught.value.field == "response_format"
+
+
+def test_what_grows_too_complex_later_fails_alone_and_is_no_complete_output(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "_LIMITS", {"max_lexer_states": 50})
+    loaded = prepare_model(tiny_model("llama", vocab_size=VOCAB), tokenizer, "tiny")
+    engine = tiny_engine(loaded)
+    requests = [
+        engine.inputs.prepare_all(
+            GenerateRequest(id=name, prompt="x", params=SamplingParams(max_tokens=60, ignore_eos=True, response_format=form))
+        )[0]
+        for name, form in (("large", {"type": "regex", "regex": "[ab]*a[ab]{12}c"}), ("free", None))
+    ]
+    outputs = run(engine, requests)
+    assert outputs["large"][-1].error_code == "INVALID_REQUEST"
+    assert outputs["large"][-1].finish_reason is None
+    assert outputs["free"][-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize(

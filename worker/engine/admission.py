@@ -18,7 +18,7 @@ from worker.engine.preemption import Preemption
 from worker.engine.queues import WaitingQueue, WaitingQueues
 from worker.engine.request import Request, RequestStatus
 from worker.engine.running import RunningSet
-from worker.engine.step import Step
+from worker.engine.step import Step, StepPlan
 
 MAX_PUT_ASIDE = 4  # requests a step that wait for a prefix in flight; bounds what looking past them costs
 WATERMARK = 0.01  # share of all blocks that stays available after a batch request is admitted
@@ -47,7 +47,7 @@ class Shares:
         floor_tokens = max(_share(config.batch_floor, tokens), 1) if floor_slots else 0
         return cls(
             batch_slots=max(_share(left, size), floor_slots),
-            batch_blocks=_share(left, num_blocks),
+            batch_blocks=max(_share(left, num_blocks), _share(config.batch_floor, num_blocks) if floor_slots else 0),
             batch_tokens=max(_share(left, tokens), floor_tokens),
             floor_slots=floor_slots,
             floor_tokens=floor_tokens,
@@ -93,8 +93,10 @@ class Admission:
         """Learn how many blocks a request needs, for `room`."""
         self._mean_blocks += (request.max_blocks - self._mean_blocks) / 16
 
-    def note_release(self) -> None:
-        """Blocks or promises were given back: requests refused before are worth another look."""
+    def note_finished(self, request: Request, was: RequestStatus) -> None:
+        """A request, until now in status ``was``, has just finished: those refused before are worth another look."""
+        if was is RequestStatus.RUNNING and request.tier == "batch":
+            self._batch_has_turn = False  # it has had it, though it was promised nothing
         self._epoch += 1
 
     def admit_realtime(self, step: Step) -> Request | None:
@@ -159,7 +161,7 @@ class Admission:
 
     def room(self, tier: Tier) -> int:
         """How many further requests of a tier could be admitted soon; see `Scheduler.room`."""
-        waiting = self._queues.count(tier)
+        waiting, waiting_blocks = self._waiting_before(tier)
         allowance = max(2, self._max_batch_size // 8)
         if tier == "realtime":
             slots = self._max_batch_size - self._running.count["realtime"] - self._batch_floor_in_use()
@@ -168,9 +170,19 @@ class Admission:
             slots = min(self._batch_slots() - self._running.count["batch"], self._max_batch_size - len(self._running))
             blocks = int(self._overcommit * (self._num_blocks - self._blocks.num_committed)) - self._blocks.num_best_effort_demand
             allowance = 0 if len(self._queues.realtime) else allowance
-        by_blocks = int((blocks - self._queues.num_blocks(tier)) / self._mean_blocks)
+        by_blocks = int((blocks - waiting_blocks) / self._mean_blocks)
         at_least = 1 if not waiting and slots > 0 else 0  # so that the next one's need is known
         return max(at_least, min(slots + allowance - waiting, by_blocks))
+
+    def _waiting_before(self, tier: Tier) -> tuple[int, int]:
+        """Requests of a tier, and the blocks they need, that stand before the next one to be fetched.
+
+        While realtime is busy the oversized of the batch tier stand before nobody; a batch of them at most is held meanwhile.
+        """
+        queues = self._queues
+        if tier == "realtime" or self.realtime_is_quiet:
+            return queues.count(tier), queues.num_blocks(tier)
+        return len(queues.batch) + max(len(queues.oversized) - self._max_batch_size, 0), queues.batch.num_blocks
 
     def _next(self, queue: WaitingQueue, step: Step) -> Request | None:
         """The head of a queue, past those whose next block is in flight; None if it was refused and nothing changed since."""
@@ -189,14 +201,20 @@ class Admission:
         if request.status is RequestStatus.WAITING:
             self._charge_prompt(request, prefix)
         elif request.status is RequestStatus.SWAPPED:
-            num_swapped_in = len(request.cpu_block_ids) - len(prefix.block_ids)
-            self._preemption.reclaim(num_swapped_in + prefix.num_idle, step.plan)
+            self._make_room_to_swap_in(request, prefix, step.plan)
         step.plan.swap_in += self._blocks.admit(request, prefix, guaranteed=guaranteed)
         request.move_to(RequestStatus.RUNNING)
         self._running.add(request)
         if request is self._running.guaranteed_batch:
             self._batch_has_turn = False
         return request
+
+    def _make_room_to_swap_in(self, request: Request, prefix: Prefix, plan: StepPlan) -> None:
+        """Whoever gives way for it may have been the last to hold some of its prefix, which is then taken from what is available."""
+        num_swapped_in = len(request.cpu_block_ids) - len(prefix.block_ids)
+        while self._blocks.pool.num_available < (needed := num_swapped_in + self._blocks.num_idle(prefix.block_ids)):
+            reclaimed = self._preemption.reclaim(needed, plan)
+            assert reclaimed, "it was admitted because it fits"
 
     def _charge_prompt(self, request: Request, prefix: Prefix) -> None:
         assert request.account is not None

@@ -7,7 +7,7 @@ sequence wastes at most the end of its last block.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from worker.engine.arithmetic import ceil_div
@@ -92,6 +92,10 @@ class BlockManager:
             block_ids.append(found[0])
             node = found[1]
         return self._describe(block_ids, node)
+
+    def num_idle(self, block_ids: Sequence[int]) -> int:
+        """How many of the blocks nobody holds."""
+        return sum(self.pool.ref_count(block_id) == 0 for block_id in block_ids)
 
     def awaits(self, request: Request, in_flight: Set[bytes]) -> bool:
         """Whether a waiting request could start with a block that is being computed in this very step."""
@@ -213,9 +217,8 @@ class BlockManager:
 
     def _describe(self, block_ids: list[int], node: int) -> Prefix:
         pool = self.pool
-        num_idle = sum(pool.ref_count(block_id) == 0 for block_id in block_ids)
         num_unguaranteed = sum(not pool.is_guaranteed(block_id) for block_id in block_ids)
-        return Prefix(block_ids, node, num_idle, num_unguaranteed)
+        return Prefix(block_ids, node, self.num_idle(block_ids), num_unguaranteed)
 
     def _swap_in(self, request: Request) -> list[tuple[int, int]]:
         shared = len(request.block_ids)

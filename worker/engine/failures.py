@@ -98,7 +98,9 @@ def release_memory(device: torch.device) -> None:
 
 
 def as_request_error(error: Exception) -> HeadraceError:
-    """The error that the request alone in a failing step gets. Exceptions' texts stay in the log: they may hold anything."""
+    """The error that the request alone in a failing step gets. Texts of exceptions not ours stay in the log: they may hold anything."""
+    if isinstance(error, HeadraceError):
+        return error
     if is_out_of_memory(error):
         return OutOfMemory("the device ran out of memory on this request")
     return BatchFailed(f"the model step failed on this request ({type(error).__name__})")

@@ -108,6 +108,7 @@ def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | No
     model.eval().requires_grad_(False)
     model.set_attn_implementation(interface.NAME)
     limit = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+    vocab_size = int(model.get_output_embeddings().out_features)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -116,8 +117,8 @@ def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | No
         dtype=model.dtype,
         device=model.device,
         max_model_len=min(limit, max_model_len or limit),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-        vocab_size=int(model.get_output_embeddings().out_features),
+        eos_token_ids=_eos_token_ids(model, tokenizer, vocab_size),
+        vocab_size=vocab_size,
     )
 
 
@@ -302,13 +303,16 @@ def _check_weights(folder: Path) -> None:
             pass
 
 
-def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Of the generation config, the model's config and the tokenizer together; each may name none, one or several."""
+def _eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Of the generation config, the model's config and the tokenizer together; each may name none, one or several.
+
+    A tokenizer may name one that the model has no logit for: it never comes, and to forbid it would forbid another row's token.
+    """
     found: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
         found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(found)
+    return frozenset(token_id for token_id in found if 0 <= token_id < vocab_size)
 
 
 @contextlib.contextmanager

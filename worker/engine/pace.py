@@ -9,6 +9,7 @@ the realtime request that comes next, which waits for the end of whatever step i
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ QUIET_GOALS = 4.0  # without realtime a step may take this many goals,
 QUIET_BASES = 20.0  # or this many times the base that every step costs, if that is more: the bound costs a twentieth of throughput at most
 QUIET_TOKENS = 2  # that a step without realtime may always hold: where all hold one, nothing is learnt of what more would cost
 MEMORY = 0.95  # weight of a step's figures relative to those of the step after it
+MAX_SURPRISE = 4.0  # a step counts as at most so many times what was expected: the host may have been frozen; what lasts is learnt soon
 PRIOR = 0.25  # sizes of steps that vary by less than this share of their mean say little new about what a token costs
 
 
@@ -34,6 +36,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self.base_s = self.s_per_token = 0.0
+        self._fewest_tokens = sys.maxsize
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._product = 0.0
 
     @property
@@ -42,12 +45,23 @@ class StepCost:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, at least one, took so long."""
+        if self.is_known:
+            seconds = min(seconds, MAX_SURPRISE * self.estimate_s(num_tokens))
+        self._fewest_tokens = min(self._fewest_tokens, num_tokens)
         self._weight = MEMORY * self._weight + 1.0
         self._tokens = MEMORY * self._tokens + num_tokens
         self._seconds = MEMORY * self._seconds + seconds
         self._tokens_squared = MEMORY * self._tokens_squared + num_tokens * num_tokens
         self._product = MEMORY * self._product + num_tokens * seconds
         self._fit(self._tokens / self._weight, self._seconds / self._weight)
+
+    def estimate_s(self, num_tokens: int) -> float:
+        """What a step of so many tokens takes."""
+        return self.base_s + self.s_per_token * num_tokens
+
+    def at_most_s(self, num_tokens: int) -> float:
+        """As `estimate_s`; but a step smaller than any seen may take as long as that, for what it saves is not known."""
+        return self.estimate_s(max(num_tokens, self._fewest_tokens))
 
     def _fit(self, tokens: float, seconds: float) -> None:
         variance = max(self._tokens_squared / self._weight - tokens * tokens, 0.0)
@@ -111,12 +125,18 @@ class Pace:
         self._last_turn = _number(decodes[count - 1])
         return decodes[:count], decodes[count:]
 
+    def _alone_s(self, num_decodes: int) -> float:
+        """What so many decodes of realtime's would take alone. As long as batch work is there, steps of theirs alone are not seen: then
+        what was learnt of such steps is out of date some day, and what is learnt of all steps knows better.
+        """
+        everything_s = self.cost.estimate_s(num_decodes)
+        return min(everything_s, self._cost_alone.at_most_s(num_decodes)) if self._cost_alone.is_known else everything_s
+
     def _max_tokens(self, num_decodes: int) -> int:
         """Most tokens of a step with so many decodes of realtime's; at least 1, and without realtime `QUIET_TOKENS`."""
         base_s, s_per_token = self.cost.base_s, self.cost.s_per_token
         if self._clock() - self._realtime_seen_s < LINGER_S:
-            alone = self._cost_alone if self._cost_alone.is_known else self.cost
-            most_s, least = max(self._goal_s, MAX_SLOWDOWN * (alone.base_s + alone.s_per_token * num_decodes)), 1
+            most_s, least = max(self._goal_s, MAX_SLOWDOWN * self._alone_s(num_decodes)), 1
         else:
             most_s, least = max(QUIET_GOALS * self._goal_s, QUIET_BASES * base_s), QUIET_TOKENS
         left_s = most_s - base_s

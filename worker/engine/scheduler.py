@@ -184,7 +184,7 @@ class Scheduler:
         request.move_to(RequestStatus.FINISHED)
         if was is not RequestStatus.RUNNING:
             self._queues.of(request).note_finished(request, was)
-        self._admission.note_release()
+        self._admission.note_finished(request, was)
         if not self.has_work():
             self._blocks.assert_idle()
 

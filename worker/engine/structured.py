@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FIELD = "response_format"
 _MAX_COMPILED = 64
+_LIMITS = {"max_lexer_states": 20_000}  # of one grammar: some 2 KB each; schemas seen in use need a few hundred
 _MAX_ERROR_CHARS = 300
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": True,
@@ -76,12 +77,13 @@ class GrammarCompiler:
             return Grammar(matcher.deep_copy(), self._vocab_size, self._workers)
 
     def _compile(self, source: str) -> LLMatcher:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._tokenizer, source, log_level=0)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # builds the lexer, the slow part, once for all copies; it may grow beyond the limits
         if matcher.is_error():
             raise InvalidRequest(f"{FIELD} is refused: {matcher.get_error()[:_MAX_ERROR_CHARS]}", field=FIELD)
-        matcher.compute_bitmask()  # builds the lexer, the slow part, once for all copies
         return matcher
 
 
@@ -103,20 +105,28 @@ class Grammar:
     def catch_up(self, output_token_ids: Sequence[int]) -> None:
         """Take in the output tokens that came since the last call, and begin to work out what may follow."""
         if self._forbidden is not None:
-            self._forbidden.result()  # the matcher serves one thread at a time
-        self._matcher.consume_tokens(list(output_token_ids[self._num_consumed :]))
+            wait([self._forbidden])  # the matcher serves one thread at a time
+        new = list(output_token_ids[self._num_consumed :])
+        num_allowed = self._matcher.try_consume_tokens(new)
         self._num_consumed = len(output_token_ids)
-        self.complete = self._matcher.is_stopped()
+        failed = self._matcher.is_error()  # which counts as stopped
+        self.complete = not failed and (num_allowed < len(new) or self._matcher.is_stopped())
         self._forbidden = None if self.complete else self._workers.submit(self._work_out)
 
     def forbidden(self) -> torch.Tensor:
-        """[vocab] bool on the CPU: the tokens that may not follow."""
+        """[vocab] bool on the CPU: the tokens that may not follow.
+
+        Raises:
+            InvalidRequest: what the output has led to is too large for the grammar's limits.
+        """
         if self._forbidden is None:
             self._forbidden = self._workers.submit(self._work_out)
         return self._forbidden.result()
 
     def _work_out(self) -> torch.Tensor:
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():  # it then allows the end alone, as if the output were complete
+            raise InvalidRequest(f"{FIELD} has grown too complex in this output", field=FIELD)
         bits = np.unpackbits(allowed, count=self._vocab_size, bitorder="little")
         return torch.from_numpy(bits == 0)
 
