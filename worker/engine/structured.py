@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FIELD = "response_format"
 _MAX_COMPILED = 64
-_LIMITS = {"max_lexer_states": 20_000}  # of one grammar: some 2 KB each; schemas seen in use need a few hundred
+_LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # of one grammar: some 2 KB each; schemas seen in use need a few hundred
 _MAX_ERROR_CHARS = 300
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": True,
