@@ -35,9 +35,8 @@ class Ticket:
 
     @classmethod
     def of(cls, active: ActiveRequest) -> Ticket:
-        ms, _, sequence = active.delivery.entry.id.partition("-")
         deadline_at_s = math.inf if active.deadline_at_s is None else active.deadline_at_s
-        return cls(active, (deadline_at_s, int(ms), int(sequence)), sum(map(len, active.delivery.fields.values())))
+        return cls(active, (deadline_at_s, *active.delivery.entry.position), sum(map(len, active.delivery.fields.values())))
 
     @property
     def source(self) -> str:

@@ -323,6 +323,7 @@ class Intake:
         for request in requests:
             request.deadline_at_s = active.deadline_at_s
             request.source = wire_request.source
+            request.arrival, _ = active.delivery.entry.position
 
     # Waiting
 

@@ -68,6 +68,25 @@ def test_result_tells_who_answered_and_where_the_time_went(client: Client, worke
     assert [item.token_id for item in result.logprobs] == result.token_ids
 
 
+def test_the_engine_is_told_when_a_request_came_to_the_queue_whoever_began_it_first(
+    client: Client, view: QueueView, worker: Worker, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[int] = []
+    add_all = engine.add_all
+
+    def noting(requests: Sequence[Request]) -> None:
+        came.extend(request.arrival for request in requests)
+        add_all(requests)
+
+    monkeypatch.setattr(engine, "add_all", noting)
+    entries = []
+    for _ in range(2):
+        handle = client.submit("hello", max_tokens=3)
+        entries.append(int(view.state(handle.id)["entry"].partition("-")[0]))
+        handle.result(timeout=30)
+    assert came == entries
+
+
 def test_bare_xadd_is_answered_like_any_other(view: QueueView, worker: Worker) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 8})
     view.client.xadd(view.keys.stream("realtime"), {"id": "x1", "json": body})

@@ -253,6 +253,22 @@ def test_a_row_of_nan_fails_alone_and_its_blocks_can_be_used_again(poisoned: Any
         assert tokens_of(requests) == expected
 
 
+def test_nobody_begins_with_the_blocks_of_a_row_that_failed() -> None:
+    engine = tiny_engine(enable_prefix_caching=True)
+    cache = engine.runner.cache
+    prompt = list(range(50))
+    engine.add(request("sick", prompt, 20))
+    engine.step()
+    for keys, _ in cache.layers:
+        keys.fill_(torch.nan)  # the device had a moment's fault
+    (failed,) = run(engine, [])["sick"][-1:]
+    assert failed.error_code == "BATCH_FAILED"
+    cache.clear(engine.runner.num_blocks)
+    well = request("well", prompt, 5)
+    assert run(engine, [well])["well"][-1].finish_reason == "length"
+    assert well.num_cached_tokens == 0
+
+
 # Resumes
 
 

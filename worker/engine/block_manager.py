@@ -179,6 +179,12 @@ class BlockManager:
             request.prefix_node = self.pool.record(request.block_ids[i], request.block_keys[i], request.prefix_node, content)
         request.num_indexed_blocks = first + len(contents)
 
+    def forget(self, request: Request) -> None:
+        """Take the blocks that a request holds out of the prefix index. Those who share them keep them."""
+        for block_id in request.block_ids:
+            if self._index is not None and block_id in self._index:
+                self._index.drop(block_id)
+
     def fork(self, parent: Request, child: Request) -> None:
         """Let a waiting child hold the parent's full computed prompt blocks."""
         num_tokens = min(parent.num_computed_tokens, child.max_cached_tokens, parent.num_prompt_tokens)

@@ -318,6 +318,7 @@ class Engine:
         if sampled is None or request.status is RequestStatus.FINISHED:  # ended by what was read after the step's launch
             return None
         if sampled.error_code is not None:
+            self._scheduler.forget_blocks(request)
             return self._fail(request, sampled.error_code, "no token can be chosen: the model's output is not finite, or all is forbidden")
         index = len(request.output_token_ids)
         if request.kind != "generate":

@@ -188,6 +188,10 @@ class Scheduler:
         if not self.has_work():
             self._blocks.assert_idle()
 
+    def forget_blocks(self, request: Request) -> None:
+        """Let nobody begin with what a running request has computed: it may be what made it fail."""
+        self._blocks.forget(request)
+
     def wait_s(self) -> float:
         """How long, in seconds, `schedule` waits for a static batch to fill unless more requests arrive; else 0."""
         num_blocks = self._queues.num_blocks("realtime") + self._queues.num_blocks("batch")

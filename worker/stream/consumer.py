@@ -32,6 +32,12 @@ class Entry:
     fields: Mapping[bytes, bytes]
     counted: bool = True
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """On its stream: the server's Unix time in milliseconds when it was put there, and a number among those of the same."""
+        ms, _, sequence = self.id.partition("-")
+        return int(ms), int(sequence)
+
 
 Known = Callable[[Tier, str], bool]
 
