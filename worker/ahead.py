@@ -1,4 +1,4 @@
-"""The fetch-ahead buffer: requests leased by this worker that the engine has no room for yet, in fairness order."""
+"""The fetch-ahead buffer: requests leased by this worker for which the engine has no room yet, in fairness order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.engine.fairness import FairQueue, SourceAccount
 from worker.engine.request import RequestStatus
 from worker.registry import ActiveRequest
 
-TURN = 16  # requests that are begun and tokenised before the streams are looked at again
+TURN = 16  # requests that are begun and tokenised before the streams are read again
 MAX_BYTES = 256 * 2**20  # of the entries of one tier
 BYTES_PER_TOKEN = 4
 _MIN_SETTLED = 256
@@ -19,11 +19,11 @@ _MIN_SETTLED = 256
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place, and the account of the source that it is charged to.
+    """One request's place in the buffer, and the account of the source to which it is charged.
 
     Attributes:
-        num_bytes: its entry's; what its prompt is charged by, which nobody has tokenised yet.
-        num_charged: output tokens that were charged.
+        num_bytes: size of its entry, by which its prompt is charged, because it is not tokenised yet.
+        num_charged: output tokens charged so far.
     """
 
     active: ActiveRequest
@@ -43,7 +43,7 @@ class Ticket:
         return self.active.source
 
     def charge(self) -> None:
-        """Charge the output tokens that came since the last time."""
+        """Charge the output tokens that came since the last call."""
         outputs = self.active.outputs
         if outputs is not None and self.account is not None:
             num_tokens = outputs.num_tokens
@@ -52,7 +52,7 @@ class Ticket:
 
 
 class Line:
-    """What waits in one tier."""
+    """The requests that wait in one tier."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.tickets: dict[ActiveRequest, Ticket] = {}
@@ -65,7 +65,7 @@ class Line:
         self.num_bytes += ticket.num_bytes
 
     def pop(self) -> Ticket | None:
-        """Take out the next one, and charge its prompt; None where none waits."""
+        """Take out the next one, and charge its prompt; None if none waits."""
         if self._queue.peek() is None:
             return None
         ticket = self._queue.pop()
@@ -75,7 +75,7 @@ class Line:
         return ticket
 
     def purge(self) -> None:
-        """Forget those that have ended, or belong to another worker now."""
+        """Forget those that have ended or belong to another worker now."""
         for ticket in [ticket for ticket in self.tickets.values() if ticket.active.gone]:
             ticket.status = RequestStatus.FINISHED
             assert ticket.account is not None, "it was pushed"
@@ -88,21 +88,21 @@ class Line:
 
 
 class WaitingAhead:
-    """Who of those that wait is next; used by the fetching thread, but for `count`.
+    """Chooses the next of the waiting requests. Used by the fetching thread, except `count`.
 
-    The least served source's first request is next, as in the engine, where the order of the few that wait there is all that
-    is left to choose. Service is counted here once more, for the engine knows nothing of those that wait here: prompts by
+    The first request of the least served source is next, as in the engine, which only orders the few requests that wait there.
+    Service is counted here again, because the engine does not know the requests that wait here: prompts by
     their size when they leave, output tokens as they come.
 
     Args:
-        capacity: how many may wait in a tier. What is delivered all the same is kept too.
+        capacity: how many may wait in a tier. Any that are delivered beyond it are kept too.
     """
 
     def __init__(self, capacity: int) -> None:
         self.weights: dict[str, float] = {}
         self._capacity = capacity
         self._lines = {tier: Line(self.weights) for tier in TIERS}
-        self._left: list[Ticket] = []  # and may still be generating
+        self._left: list[Ticket] = []  # have left the buffer, and may still be generating
         self._settle_above = _MIN_SETTLED
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class WaitingAhead:
         return len(self._lines[tier].tickets)
 
     def wanted(self, tier: Tier, room: int) -> int:
-        """How many more of a tier are worth fetching where the engine has ``room``."""
+        """How many more of a tier are worth fetching if the engine has ``room``."""
         line, most = self._lines[tier], room + self._capacity
         if len(line.tickets) >= most or line.num_bytes >= MAX_BYTES:
             line.purge()
@@ -123,7 +123,7 @@ class WaitingAhead:
         self._lines[active.delivery.tier].push(Ticket.of(active))
 
     def take(self, room: Mapping[Tier, int]) -> list[ActiveRequest]:
-        """Take out whose turn it is: at most ``room`` of each tier and `TURN` in all, realtime first."""
+        """Take out the next requests: at most ``room`` of each tier and `TURN` in all, realtime first."""
         self._settle()
         taken: list[ActiveRequest] = []
         for tier in TIERS:
@@ -131,14 +131,14 @@ class WaitingAhead:
         return taken
 
     def pass_by(self, active: ActiveRequest) -> None:
-        """Charge a request that finds room at once, and nobody waiting before it."""
+        """Charge a request that finds room at once, with none waiting before it."""
         self.push(active)
         self._take(active.delivery.tier, 1)
         if len(self._left) > self._settle_above:
             self._settle()
 
     def latest(self) -> list[ActiveRequest]:
-        """Whom to give to another worker: of each tier the latter half, and a single one."""
+        """The requests to give to another worker: the latter half of each tier, or the only one."""
         waiting = [sorted(self._waiting(tier), key=lambda ticket: ticket.sort_key) for tier in TIERS]
         return [ticket.active for tickets in waiting for ticket in tickets[len(tickets) // 2 :]]
 
@@ -146,7 +146,7 @@ class WaitingAhead:
         return [ticket.active for tier in TIERS for ticket in self._waiting(tier)]
 
     def purge(self) -> None:
-        """Forget those that have ended, or belong to another worker now."""
+        """Forget those that have ended or belong to another worker now."""
         for line in self._lines.values():
             line.purge()
 

@@ -64,7 +64,7 @@ class SourceWeight(click.ParamType[tuple[str, float]]):
 
 
 def _setting(defaults: EngineConfig | WorkerConfig, spelling: str, field: str = "", **attributes: Any) -> Callable[[_Command], _Command]:
-    """The option of a configuration's field, with its default; ``field`` names it where it is not spelled like the option."""
+    """The option for a configuration's field, with its default; ``field`` names the field if it is not spelled like the option."""
     field = field or spelling.partition("/")[0].lstrip("-").replace("-", "_")
     return click.option(spelling, field, default=getattr(defaults, field), show_default=True, **attributes)
 
@@ -79,8 +79,8 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
 
 
 memory_options = _options(
-    _setting(_ENGINE, "--quantization", type=click.Choice(get_args(Quantization)), help="How linear layers store weights."),
-    _setting(_ENGINE, "--kv-dtype", type=click.Choice(get_args(KVDtype)), help="Of the KV cache; auto: as --dtype."),
+    _setting(_ENGINE, "--quantization", type=click.Choice(get_args(Quantization)), help="How linear layers store their weights."),
+    _setting(_ENGINE, "--kv-dtype", type=click.Choice(get_args(KVDtype)), help="Type of the KV cache; auto: as --dtype."),
     _setting(_ENGINE, "--max-batch-size", type=click.IntRange(1), help="Most requests in one step."),
     _setting(_ENGINE, "--max-batch-tokens", type=click.IntRange(0), help="Most tokens of one step; 0: 512 on a CPU, 2048 on CUDA."),
     _setting(_ENGINE, "--block-size", type=click.IntRange(1), help="Tokens in one KV block."),
@@ -94,7 +94,7 @@ _engine_options = _options(
     memory_options,
     _setting(_ENGINE, "--max-model-len", type=click.IntRange(1), help="Context limit in tokens [default: the model's]."),
     _setting(_ENGINE, "--kv-memory", "kv_memory_bytes", type=ByteSize(), help="Memory for the KV cache, e.g. 2GiB [default: by device]."),
-    _setting(_ENGINE, "--num-blocks", type=click.IntRange(1), help="KV blocks, instead of --kv-memory."),
+    _setting(_ENGINE, "--num-blocks", type=click.IntRange(1), help="Number of KV blocks, instead of --kv-memory."),
     _setting(_ENGINE, "--cpu-swap-blocks", type=click.IntRange(0), help="CPU blocks to swap preempted requests to."),
     _setting(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching"),
     _setting(_ENGINE, "--policy", type=click.Choice(get_args(Policy))),
@@ -105,17 +105,17 @@ _engine_options = _options(
         "--realtime-step-ms",
         type=click.FloatRange(0),
         help="Longest step, in ms, that batch work may cause while realtime requests wait or run; without them the bound is several "
-        "times looser. 0: none.",
+        "times looser. 0: no bound.",
     ),
     _setting(_ENGINE, "--batch-floor", type=click.FloatRange(0, 1), help="Share that batch work always keeps."),
-    _setting(_ENGINE, "--batch-overcommit", type=click.FloatRange(1), help="How far batch may overcommit blocks."),
+    _setting(_ENGINE, "--batch-overcommit", type=click.FloatRange(1), help="Batch may be promised this many times the blocks."),
     click.option(
         "--source-weight",
         "source_weights",
         multiple=True,
         type=SourceWeight(),
         callback=lambda _ctx, _param, pairs: dict(pairs),
-        help=f"Share of service of a source against others of its tier [default: 1 each]; {REPEATABLE}.",
+        help=f"A source's share of service relative to others of its tier [default: 1 each]; {REPEATABLE}.",
     ),
     _setting(_ENGINE, "--max-wait-ms", type=click.FloatRange(0), help="How long a static batch waits to fill."),
     _setting(_ENGINE, "--seed", help="Mixed into the noise of requests without a seed."),
@@ -125,12 +125,12 @@ _engine_options = _options(
 _worker_options = _options(
     _setting(_WORKER, "--redis", "redis_url", envvar="HEADRACE_REDIS", help="Where the queue is."),
     _setting(_WORKER, "--queue", envvar="HEADRACE_QUEUE", help="Queue name."),
-    click.option("--name", help="Consumer name; no two live workers may share one [default: host, pid and chance]."),
+    click.option("--name", help="Consumer name; no two live workers may share one [default: host, pid and random]."),
     _setting(_WORKER, "--lease", "lease_s", help="Seconds without renewal after which others take over."),
-    _setting(_WORKER, "--drain-seconds", "drain_s", help="How long SIGTERM lets running requests go on."),
-    _setting(_WORKER, "--checkpoint-tokens", help="Tokens that a crash may cost a request nobody streams."),
+    _setting(_WORKER, "--drain-seconds", "drain_s", help="How long SIGTERM lets running requests continue."),
+    _setting(_WORKER, "--checkpoint-tokens", help="Tokens that a crash may cost a request that is not streamed."),
     _setting(_WORKER, "--checkpoint-seconds", "checkpoint_s", help="Seconds that a crash may cost such a request."),
-    _setting(_WORKER, "--fetch-ahead", type=click.IntRange(0, MAX_FETCH_AHEAD), help="Requests a tier to hold waiting."),
+    _setting(_WORKER, "--fetch-ahead", type=click.IntRange(0, MAX_FETCH_AHEAD), help="Requests per tier to hold beyond what fits."),
     _setting(_WORKER, "--max-attempts", help="Attempts after which a request is given up as POISONED."),
     click.option("--route", "routes", multiple=True, type=RouteType(), help=f"Tier by labels: TIER:LABEL=PATTERN[,...]; {REPEATABLE}."),
     _setting(_WORKER, "--reply-ttl", "reply_ttl_s", help="Seconds that a final reply can be read."),
@@ -148,14 +148,14 @@ def main() -> None:
 @_worker_options
 @_engine_options
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve /metrics, /startupz, /healthz and /readyz here.")
-@click.option("--metrics-source", "metrics_sources", multiple=True, help=f"Source that is counted by name; {REPEATABLE}.")
-@click.option("--step-log", type=click.Path(dir_okay=False, path_type=Path), help="Write a JSON line a step: time, batch size, tokens, KV.")
-@click.option("--otlp-traces-endpoint", metavar="URL", help="Send a trace a request there, as OTLP over HTTP (needs headrace[otel]).")
+@click.option("--metrics-source", "metrics_sources", multiple=True, help=f"Source to count by name in the metrics; {REPEATABLE}.")
+@click.option("--step-log", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line per step: time, batch, tokens, KV.")
+@click.option("--otlp-traces-endpoint", metavar="URL", help="Send one trace per request there, as OTLP over HTTP (needs headrace[otel]).")
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
 @click.option("--log-format", default="console" if sys.stderr.isatty() else "json", type=click.Choice(["console", "json"]))
 @click.pass_context
 def worker(context: click.Context, /, **options: Any) -> None:
-    """Serve a queue: one worker a GPU, until SIGTERM."""
+    """Serve a queue until SIGTERM: one worker per GPU."""
     from worker.service import serve
 
     try:
@@ -169,10 +169,10 @@ def worker(context: click.Context, /, **options: Any) -> None:
 @_model_option
 @click.option("--callers", default=24, show_default=True, type=click.IntRange(1), help="Callers that block at the same time.")
 @click.option("--max-batch-size", default=8, show_default=True, type=click.IntRange(1), help="Most requests in one step.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw who ran when, and the batch size, into this PNG.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw when requests ran, and the batch size, into this PNG.")
 @click.option("--json", "as_json", is_flag=True, help="Print answers and figures as JSON.")
 def demo(**options: Any) -> None:
-    """Embedded Valkey, one worker, a real model, and callers that block; prints the answers, then the figures."""
+    """Run an embedded Valkey, one worker with a real model, and callers that block; print the answers, then the figures."""
     from worker.demo import run_demo
 
     try:

@@ -1,4 +1,4 @@
-"""``headrace size``: what fits on a device, before there is one."""
+"""``headrace size``: what fits on a device, without having it."""
 
 from __future__ import annotations
 

@@ -27,16 +27,16 @@ class WorkerConfig:
         redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://`` or ``redis+cluster://``.
         queue: the queue it serves.
         name: its consumer name; two live workers must not share one.
-        lease_s: a request whose lease was not renewed for so long is taken over by another worker; the same for all workers of a queue.
-        drain_s: how long the first SIGTERM lets running requests go on before the rest is handed back.
-        checkpoint_tokens, checkpoint_s: how many tokens, and how much time, a crash may cost a request that nobody streams.
+        lease_s: another worker takes over a request whose lease was not renewed for this long; the same for all workers of a queue.
+        drain_s: how long the first SIGTERM lets running requests continue before the rest is handed back.
+        checkpoint_tokens, checkpoint_s: how many tokens, and how much time, a crash may cost a request that is not streamed.
         fetch_ahead: requests of a tier that may wait here beyond what the engine has room for, so that fairness and deadlines order them.
-        max_attempts: attempts after which a request that its workers do not survive is given up; one begins when the engine gets it.
+        max_attempts: attempts after which a request that kills its workers is given up; an attempt begins when the engine gets it.
         reply_ttl_s: how long a final reply can be read.
         state_ttl_s: how long a finished request is known.
         routes: rules that choose a request's tier by its labels; the first that matches wins.
-        log_prompts: prompts and outputs are in the log, in each request's last line.
-        socket_timeout_s: Redis is taken for dead after so long a silence, and after a third of the lease at the latest.
+        log_prompts: whether each request's last log line has its prompt and output.
+        socket_timeout_s: Redis is considered dead after this long a silence, and after a third of the lease at the latest.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -56,7 +56,7 @@ class WorkerConfig:
 
     @property
     def redis_timeout_s(self) -> float:
-        """How long a reply of Redis is waited for: a lease has to outlive a lost connection."""
+        """How long to wait for a reply from Redis: a lease has to outlive a lost connection."""
         return max(1.0, min(self.socket_timeout_s, self.lease_s / 3))
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from producer.load.stats import percentile
 from producer.wire import Result
 from worker.embedded import embedded_queue
 
-# A question and the most tokens of its answer: short beside long, so that some leave while others go on.
+# A question and the most tokens of its answer: short beside long, so that some leave while others continue.
 QUESTIONS: tuple[tuple[str, int], ...] = (
     ("What is the capital of France?", 16),
     ("Write a short story about a river and a mill.", 160),
@@ -134,7 +134,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
 
 
 def _draw(path: Path, answers: Sequence[Answer], steps: Sequence[dict[str, Any]], started_s: float) -> None:
-    """Above: a bar a request, pale while it queues, from first token to last in colour. Below: the batch size, a point a step."""
+    """Above: one bar per request, pale while it queues, coloured from first token to last. Below: the batch size, one point per step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")

@@ -13,7 +13,7 @@ _STATM = Path("/proc/self/statm")
 def device_bytes(device: str, kind: MemoryKind) -> float:
     """Bytes of ``device`` (``cpu``, ``cuda:0``): ``allocated`` in tensors, ``reserved`` from the device, in ``total``.
 
-    On a CPU both of the first are the resident memory of this process, 0 where the system does not tell.
+    On a CPU the first two are both the resident memory of this process, 0 if the system does not tell.
     """
     if device.startswith("cuda"):
         return _cuda_bytes(device, kind)

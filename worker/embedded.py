@@ -1,4 +1,4 @@
-"""A whole queue in one ``with``: embedded Valkey and a worker process, for the demo, benchmarks and notebooks."""
+"""A complete queue in one ``with``: embedded Valkey and a worker process, for the demo, benchmarks and notebooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STOP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedQueue:
-    """Where the queue is, and the worker's process."""
+    """The queue's address, and the worker's process."""
 
     url: str
     queue: str

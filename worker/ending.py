@@ -44,7 +44,7 @@ def frame_of(active: ActiveRequest) -> TokensFrame:
 
 
 def settlement_of(active: ActiveRequest) -> Settlement:
-    """How a request that has its outcome ends."""
+    """How a request that has its outcome is to end."""
     outcome, outputs = active.outcome, active.outputs
     assert outcome is not None, "it has ended"
     if isinstance(outcome, HeadraceError):
@@ -55,7 +55,7 @@ def settlement_of(active: ActiveRequest) -> Settlement:
 
 
 def without_what_is_too_large(active: ActiveRequest) -> HeadraceError:
-    """An outcome in the place of one that no reply can hold: the same error without partial output, or one that says what asked for it."""
+    """Replaces an outcome too large for a reply: the same error without partial output, or one that names what was asked for."""
     outcome = active.outcome
     if isinstance(outcome, HeadraceError):
         outcome.partial_text, outcome.partial_token_ids = "", []
@@ -67,7 +67,7 @@ def without_what_is_too_large(active: ActiveRequest) -> HeadraceError:
 
 
 def stats_of(active: ActiveRequest) -> RequestStats:
-    """The parts of its life are told only of one that ran in one piece: of a resumed one this worker knows the latter half."""
+    """The single phases are reported only for a request that ran in one piece: of a resumed one this worker knows only the last part."""
     outcome, start = active.outcome, active.start
     failed = isinstance(outcome, HeadraceError)
     step_s, first_s, last_s = active.first_step_s, active.first_token_s, active.last_token_s
@@ -86,7 +86,7 @@ def stats_of(active: ActiveRequest) -> RequestStats:
 
 
 def log_end(active: ActiveRequest, became: str, *, with_text: bool) -> None:
-    """One line a request; none of it is the user's text unless ``with_text``."""
+    """One line per request, without the user's text unless ``with_text``."""
     log.info("request ended", became=became, **_figures(active), **(_texts(active) if with_text else {}))
 
 
@@ -106,7 +106,7 @@ def _figures(active: ActiveRequest) -> dict[str, object]:
 
 
 def _texts(active: ActiveRequest) -> dict[str, object]:
-    """Prompt and output, each cut to `MAX_LOGGED_CHARACTERS` and beside its whole length; a prompt that cannot be read is ''."""
+    """Prompt and output, each cut to `MAX_LOGGED_CHARACTERS`, with their whole lengths; a prompt that cannot be read is ''."""
     prompt, output = _prompt(active), _output(active)
     return {
         "prompt": prompt[:MAX_LOGGED_CHARACTERS],
@@ -117,7 +117,7 @@ def _texts(active: ActiveRequest) -> dict[str, object]:
 
 
 def _prompt(active: ActiveRequest) -> str:
-    """What is not one text is JSON: messages, token ids, and a prompt with the continuations that are to be scored."""
+    """A prompt that is not one text is JSON: messages, token ids, or a prompt with the continuations to be scored."""
     try:
         wire_request = decode_request(active.delivery.fields, active.delivery.tier)
     except InvalidRequest:
@@ -129,7 +129,7 @@ def _prompt(active: ActiveRequest) -> str:
 
 
 def _output(active: ActiveRequest) -> str:
-    """Several outputs are a JSON list; of a failed request it is what had been generated."""
+    """Several outputs are a JSON list; for a failed request it is what had been generated."""
     outcome = active.outcome
     if isinstance(outcome, HeadraceError):
         return outcome.partial_text

@@ -1,4 +1,4 @@
-"""What the worker asks of an engine. `worker.engine.engine.Engine` is one; so is anything that a test puts in its place."""
+"""What the worker needs of an engine. `worker.engine.engine.Engine` provides it, and so do the tests' substitutes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.engine.step import StepOutput, StepStats
 
 
 class TextDelta(Protocol):
-    """What pushing tokens added to a request's text: see `worker.engine.detokenizer`."""
+    """What pushing tokens adds to a request's text: see `worker.engine.detokenizer`."""
 
     @property
     def text(self) -> str: ...
@@ -33,19 +33,19 @@ class InputProcessor(Protocol):
     """Turns wire requests into engine requests; called from the fetching thread."""
 
     def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
-        """Tokenise and check. Several, where the reply is to hold several outputs or scores, have ids of their own.
+        """Tokenise and check. If the reply is to hold several outputs or scores, there are several requests, with ids of their own.
 
         Raises a `producer.errors.HeadraceError` that names the field.
         """
         ...
 
     def check_resumable(self, token_ids: Sequence[int]) -> None:
-        """Raises `ModelUnavailable` where the model cannot go on from such output."""
+        """Raises `ModelUnavailable` if the model cannot continue from such output."""
         ...
 
 
 class EngineLimits(Protocol):
-    """What an engine was told about its size and its callers: see `worker.engine.config`."""
+    """An engine's settings for its size and its callers: see `worker.engine.config`."""
 
     @property
     def max_batch_size(self) -> int: ...
@@ -54,7 +54,7 @@ class EngineLimits(Protocol):
 
 
 class EngineLike(Protocol):
-    """An engine. Its own thread calls all but `config`, `inputs`, `make_detokenizer` and the names; other threads call these."""
+    """An engine. Its own thread calls everything except `config`, `inputs`, `make_detokenizer` and the names: these are for others."""
 
     @property
     def model_name(self) -> str: ...
@@ -64,7 +64,7 @@ class EngineLike(Protocol):
     def dtype_name(self) -> str: ...
     @property
     def kernels(self) -> Mapping[str, str | bool]:
-        """What serves its steps, by names of its own; for the log."""
+        """What computes its steps, under the engine's own names; for the log."""
         ...
 
     @property
@@ -81,15 +81,15 @@ class EngineLike(Protocol):
     def make_detokenizer(self, request: Request) -> Detokenizer: ...
 
     def add_all(self, requests: Sequence[Request]) -> None:
-        """Take in what `InputProcessor.prepare_all` made of one request: all, or, raising `ContextLengthExceeded`, none."""
+        """Take in what `InputProcessor.prepare_all` made of one request: all of it or, raising `ContextLengthExceeded`, nothing."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; one that is not there is no error. No output follows."""
+        """Forget a request; an unknown one is not an error. No output follows."""
         ...
 
     def step(self) -> list[StepOutput]:
-        """Run one step. What it raises is fatal: failures of single requests come as outputs."""
+        """Run one step. An exception is fatal: failures of single requests come as outputs."""
         ...
 
     def has_work(self) -> bool: ...
@@ -101,9 +101,9 @@ class EngineLike(Protocol):
     def stats(self) -> SchedulerStats: ...
 
     def release_cache(self) -> None:
-        """Give back the memory of the KV cache, with what it holds, while there is no work; none may come until `restore_cache`."""
+        """Free the KV cache and what it holds, while there is no work; none may come until `restore_cache`."""
         ...
 
     def restore_cache(self) -> None:
-        """Make an empty KV cache in the place of the one there is, while there is no work: as large as settings and free memory allow."""
+        """Replace the KV cache by an empty one, while there is no work: as large as settings and free memory allow."""
         ...

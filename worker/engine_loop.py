@@ -1,4 +1,4 @@
-"""The thread that owns the engine: take arrivals and aborts, run a step, pass the outputs on, wait when idle."""
+"""The thread that owns the engine: takes arrivals and aborts, runs a step, passes the outputs on, waits when idle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = structlog.get_logger("headrace.worker")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The engine would not take requests in that share a reply."""
+    """The engine refused requests that share a reply."""
 
     requests: Sequence[Request]
     error: HeadraceError
@@ -35,9 +35,9 @@ class Refusal:
 
 @dataclass(slots=True)
 class Replacement:
-    """Another engine that is to take over. Once ``done`` is set it has, or ``failure`` says why it could not be made.
+    """Another engine that is to take over. Once ``done`` is set it has done so, or ``failure`` says why it could not be made.
 
-    The error itself is not kept: its traceback holds what has been loaded of the model.
+    The error itself is not kept: its traceback would keep what was loaded of the model in memory.
     """
 
     load: Callable[[], EngineLike]
@@ -55,7 +55,7 @@ class EngineLoop:
     Args:
         load: makes the engine; called in the thread, so that the thread owns the device from the first moment on.
         stall_s: how long a turn of the loop may take before the engine counts as wedged.
-        on_step: called after each step with what the scheduler holds then, in the thread; must not block.
+        on_step: called in the thread after each step, with what the scheduler then holds; must not block.
     """
 
     def __init__(self, load: Callable[[], EngineLike], guard: Guard, *, stall_s: float, on_step: OnStep) -> None:
@@ -86,26 +86,26 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread still runs, be it in a step or in loading a model."""
+        """Whether its thread still runs, whether in a step or loading a model."""
         return self._thread.is_alive()
 
     @property
     def stalled(self) -> bool:
-        """Whether it has work and has made no progress with it for too long."""
+        """Whether it has work but has made no progress for too long."""
         return not self.progress.check().ok
 
     def where(self) -> str:
-        """The calls that its thread is in now, for the log of one that hangs."""
+        """The calls in which its thread is now, for the log when it hangs."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def start(self, emit: Emit) -> None:
-        """Load the engine and run it; ``emit`` takes what each step puts out, and must not block."""
+        """Load the engine and run it; ``emit`` takes each step's outputs, and must not block."""
         self._emit = emit
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the step that runs; False where that does not happen in time."""
+        """End after the current step; False if that does not happen in time."""
         with self._turned:
             self._stopping = True
             self._turned.notify_all()
@@ -113,7 +113,7 @@ class EngineLoop:
         return not self.alive
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Give the engine what one wire request became."""
+        """Give the engine the requests made of one wire request."""
         with self._turned:
             self._inbox.append(requests)
             self.progress.work_arrived()
@@ -131,14 +131,14 @@ class EngineLoop:
             return {tier: max(0, self._room[tier] - waiting.count(tier)) for tier in TIERS}
 
     def replace(self, load: Callable[[], EngineLike]) -> Replacement:
-        """Have the thread load another engine, once the present one has no work, and go on with that."""
+        """Have the thread load another engine once the present one has no work, and continue with that."""
         with self._turned:
             self._replacement = replacement = Replacement(load)
             self._turned.notify_all()
         return replacement
 
     def await_turn(self, after: int, timeout_s: float) -> None:
-        """Wait until the loop has turned, which is when room appears, more often than the ``after`` times that `num_turns` said."""
+        """Wait until the loop has made more turns than ``after``, an earlier `num_turns`: room appears when it turns."""
         with self._turned:
             self._turned.wait_for(lambda: self.num_turns > after, timeout_s)
 
@@ -156,7 +156,7 @@ class EngineLoop:
     def _loaded(self) -> EngineLike:
         try:
             return self._load()
-        except Exception as error:  # no user's text is anywhere near yet, so all of it may be told
+        except Exception as error:  # there is no user text yet, so all of the error may be logged
             log.critical("engine could not be loaded", error=type(error).__name__, detail=str(error))
             raise
 
@@ -180,9 +180,9 @@ class EngineLoop:
         return True
 
     def _replace_engine(self) -> None:
-        """Put another engine in the place of ours, where that was asked for; where it cannot be made ours stays.
+        """Replace our engine if that was asked for; if the other cannot be made, ours stays.
 
-        Ours lends the memory of its KV cache for that time. The one that serves from then on makes its cache when the other is gone.
+        Ours frees its KV cache for the time of loading. Whichever engine then serves makes its cache when the other is gone.
         """
         replacement = self._replacement
         if replacement is None or self.engine.has_work():
@@ -191,9 +191,9 @@ class EngineLoop:
         self.engine.release_cache()
         try:
             self._engine = replacement.load()
-        except Exception as error:  # whatever is wrong with the new model, the old one can serve
+        except Exception as error:  # whatever is wrong with the new model, the old one can continue
             replacement.failure = reason_of(error)
-        gc.collect()  # a model holds itself in cycles, and its memory is wanted
+        gc.collect()  # a model holds itself in reference cycles, and its memory is needed
         self.engine.restore_cache()
         self._publish_stats(self.engine)
         replacement.done.set()
@@ -203,7 +203,7 @@ class EngineLoop:
             if wait and not (self._inbox or self._stopping or self._replacement):
                 self._turned.wait(IDLE_S)
             taken, self._inbox = self._inbox, []
-            for item in taken:  # until the engine has counted them itself
+            for item in taken:  # until the engine counts them itself
                 if not isinstance(item, str):
                     self._room[item[0].tier] -= len(item)
             return taken
@@ -227,9 +227,9 @@ class EngineLoop:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a model is not served, for operators."""
+    """Why a model could not be loaded, for operators."""
     return error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
 
 
 def _ignore(_: list[StepOutput] | Refusal) -> None:
-    """Until somebody listens."""
+    """Used until `start` sets a listener."""

@@ -1,4 +1,4 @@
-"""Threads that a worker cannot do without: when one fails, the worker hands everything back and ends."""
+"""Threads that a worker needs to run: when one fails, the worker hands everything back and ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Guard:
     """Makes threads, and remembers the first failure of any of them.
 
     Args:
-        on_end: called whenever one of them ends, for whatever reason.
+        on_end: called whenever one of them ends, for any reason.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class Guard:
     def _run(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except BaseException as error:  # whatever it is, the requests have to be handed back
+        except BaseException as error:  # whatever it is, the requests must be handed back
             log.critical("thread failed", thread=threading.current_thread().name, **described(error))
             self.failure = self.failure or error
         finally:
@@ -44,6 +44,6 @@ class Guard:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """An exception for the log: its type and where it was raised. Only our own errors' text: others' may hold a user's."""
+    """An exception for the log: its type and where it was raised; its text only if the error is ours: others may hold a user's."""
     detail = {"detail": error.message} if isinstance(error, HeadraceError) else {}
     return {"error": type(error).__name__, **detail, "traceback": "".join(traceback.format_tb(error.__traceback__))}

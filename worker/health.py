@@ -1,7 +1,7 @@
 """``/metrics``, ``/startupz``, ``/healthz`` and ``/readyz`` on a port of the worker's own.
 
-*Started* means that the model is loaded. *Healthy* means that restarting the worker would not help: the engine progresses while
-it has work. *Ready* means that it takes requests. All answer 200 or 503 with the same JSON, which names every check and says why it failed.
+*Started* means that the model is loaded. *Healthy* means that restarting the worker would not help: the engine makes progress while
+it has work. *Ready* means that it takes requests. All answer 200 or 503 with JSON that names every check and says why it failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JSON = "application/json; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found; ``detail`` is read by a person."""
+    """What one check found; ``detail`` is for people."""
 
     ok: bool
     detail: str = ""
@@ -35,7 +35,7 @@ class Progress:
     """Tells a busy engine from a wedged one.
 
     The clock runs while there is work: handing work over starts it, every turn of the engine's loop restarts it, and a
-    turn that leaves no work stops it. An engine out of memory or off its device says so with `fail`, and stays failed.
+    turn that leaves no work stops it. An engine that is out of memory or has lost its device calls `fail`, and stays failed.
 
     Args:
         limit_s: how long one turn may take, in seconds.
@@ -50,7 +50,7 @@ class Progress:
         self._failure: str | None = None
 
     def work_arrived(self) -> None:
-        """Work was handed to the engine, which must take it up within the limit."""
+        """Work was handed to the engine, which must take it within the limit."""
         with self._lock:
             if self._since is None:
                 self._since = self._clock()
@@ -62,7 +62,7 @@ class Progress:
             self._since = self._clock() if num_requests else None
 
     def fail(self, reason: str) -> None:
-        """The engine cannot go on; the first reason is kept."""
+        """The engine cannot continue; the first reason is kept."""
         with self._lock:
             self._failure = self._failure or reason
 
@@ -73,7 +73,7 @@ class Progress:
             return 0.0 if self._since is None else self._clock() - self._since
 
     def check(self) -> Finding:
-        """Whether the engine progresses."""
+        """Whether the engine makes progress."""
         stalled_s, held = self.stalled_s, self._num_requests
         if self._failure is not None:
             return Finding(False, self._failure)
@@ -83,8 +83,8 @@ class Progress:
 
 
 class Wedge:
-    """How long the engine has been seen wedged, from the first observation on. What lies between two counts for at most
-    ``longest_gap_s``: a process that was stopped for an hour has not been wedged for one.
+    """How long the engine has been seen wedged, since the first observation. The time between two observations counts for at most
+    ``longest_gap_s``: a process that was stopped for an hour has not been wedged for an hour.
     """
 
     def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,7 +95,7 @@ class Wedge:
         self._was_wedged = False
 
     def observe(self, wedged: bool) -> float:
-        """Note what is so now; returns the seconds."""
+        """Record the present state; returns the seconds."""
         now_s = self._clock()
         gap_s = min(now_s - self._observed_s, self._longest_gap_s) if self._was_wedged else 0.0
         self._seconds = self._seconds + gap_s if wedged else 0.0
@@ -111,7 +111,7 @@ class HealthServer:
         started, alive, ready: checks by name, each quick (a probe waits for it) and callable from any thread. One that raises has failed.
 
     Raises:
-        OSError: the port is taken, or not for us to take.
+        OSError: the port is taken, or not permitted.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ def _checks_page(checks: Mapping[str, Check]) -> _Render:
 def _run(check: Check) -> Finding:
     try:
         return check()
-    except Exception as error:  # whatever a check raises is its finding
+    except Exception as error:  # any exception of a check is its finding
         return Finding(False, f"{type(error).__name__}: {error}")
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True  # a stuck check must not hold up the worker's end
+    daemon_threads = True  # a stuck check must not delay the worker's end
     block_on_close = False
 
 
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "headrace"
     sys_version = ""
     protocol_version = "HTTP/1.1"
-    timeout = 10.0  # an idle or half-sent connection gives its thread back
+    timeout = 10.0  # an idle or half-sent connection frees its thread
 
     def do_GET(self) -> None:
         """Answer with the page of this path."""

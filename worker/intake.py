@@ -1,4 +1,4 @@
-"""The thread between the streams and the engine: fetch what there is room for, begin it, prepare it, hand it over."""
+"""The thread between the streams and the engine: fetches what there is room for, begins it, prepares it, hands it over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from worker.stream.ledger import Begun, Ledger
 from worker.stream.trouble import TROUBLE, Trouble
 
 BLOCK_MS = 250  # one slice of a blocking read: how late a claim or a stop may be noticed
-POLL_S = 0.01  # between reads of the streams while somebody waits for room; a blocking read is up to 100 ms late to end
+POLL_S = 0.01  # between reads of the streams while requests wait for room; a blocking read may return up to 100 ms late
 WAIT_S = 0.1
 
 Ask = Callable[[Sequence[Delivery]], list[Begun]]
@@ -42,12 +42,12 @@ log = structlog.get_logger("headrace.worker")
 class Intake:
     """Fetches requests, realtime ones first: what the engine has room for, and `WorkerConfig.fetch_ahead` more.
 
-    What is delivered beyond the engine's room is held: leased, but begun and tokenised only when it is given to the engine, in
-    the order that `WaitingAhead` knows. Suspects, which two workers did not survive, are run alone: while any is held nothing else is
-    fetched, and one at a time is given to the engine once that is empty.
+    Requests delivered beyond the engine's room are held: leased, but begun and tokenised only when given to the engine, in
+    the order of `WaitingAhead`. Suspects, in whose attempts two workers died, are run alone: while any is held nothing else is
+    fetched, and they are given to the engine one at a time once it is empty.
 
-    A request's delivery count rises only when it is given to the engine, so a crash counts against what was running, never against
-    what waited. After two crashes each request that was running is run alone, and only the culprit reaches ``max_attempts``.
+    A request's delivery count rises only when it is given to the engine, so a crash counts against the requests that ran, never
+    against those that waited. After two crashes each request that was running is run alone, so only the culprit reaches ``max_attempts``.
     """
 
     def __init__(self, core: Core, publisher: Publisher, consumer: Consumer, ledger: Ledger) -> None:
@@ -64,45 +64,45 @@ class Intake:
         self._open.set()
         self._parked = threading.Event()
         self._first = True
-        self._reread = True  # something may be pending for us that we do not know of
+        self._reread = True  # there may be entries pending for us that we do not know
         self._claim_at_s = 0.0
         self._claim_wanted = threading.Event()
-        self._claiming: set[Tier] = set()  # tiers whose pending list has not been gone through
-        self._asked: deque[str] = deque()  # workers that could run something
+        self._claiming: set[Tier] = set()  # tiers whose pending list has not been searched to its end
+        self._asked: deque[str] = deque()  # workers that asked for requests
         self._found_nothing = False
         self._poll_at_s = 0.0
         self._unbegun: list[ActiveRequest] = []
         self._ahead = WaitingAhead(core.config.fetch_ahead)
-        self._due: list[ActiveRequest] = []  # their turn has come
+        self._due: list[ActiveRequest] = []  # next in turn
         self._suspects: list[ActiveRequest] = []
         self._alone: ActiveRequest | None = None
         self._thread = core.guard.thread("intake", self._run)
 
     def start(self) -> None:
-        """Fetch from now on. To be called when the engine is ready."""
+        """Begin to fetch. To be called when the engine is ready."""
         self._ahead.weights.update(self._loop.engine.config.source_weights)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop fetching, and hand back what waits; the rest of what was fetched is in the registry."""
+        """Stop fetching and hand back what waits; the rest of what was fetched is in the registry."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def pause(self) -> None:
-        """Stop fetching until `resume`; when it returns, what waited is handed back, and the rest is with the engine."""
+        """Stop fetching until `resume`. On return, what waited has been handed back, and the rest is with the engine."""
         self._parked.clear()
         self._open.clear()
         while self._thread.is_alive() and not self._parked.wait(WAIT_S):
             pass
 
     def resume(self) -> None:
-        """Fetch again, first of all what was handed back and nobody has taken."""
+        """Fetch again, beginning with what was handed back and no worker has taken."""
         self._reread = True
         self._open.set()
 
     def claim_now(self) -> None:
-        """Somebody has handed requests back."""
+        """Another worker has handed requests back."""
         self._claim_wanted.set()
 
     def num_ahead(self, tier: Tier) -> int:
@@ -111,7 +111,7 @@ class Intake:
 
     @property
     def starving(self) -> bool:
-        """Whether more could run at once, of both tiers, and there is nothing to be had. May be read from any thread."""
+        """Whether there is room for more of both tiers, and nothing to fetch. May be read from any thread."""
         held = self._loop.stats.num_held
         return self._found_nothing and held < self._loop.engine.config.max_batch_size and all(self._loop.room().values())
 
@@ -142,7 +142,7 @@ class Intake:
         self._found_nothing = False
         self._reread = True
         self._claiming.clear()
-        # Leases ran on meanwhile: whoever still lives renews first.
+        # Leases ran on meanwhile: living workers renew theirs first.
         self._claim_at_s = max(self._claim_at_s, time.monotonic() + self._config.lease_s / 3)
         if isinstance(error, ResponseError) and str(error).startswith("NOGROUP"):
             try:
@@ -152,7 +152,7 @@ class Intake:
         self._stopping.wait(pause_s)
 
     def _round(self) -> bool:
-        """Fetch, hold and give once; returns whether there was nothing to be had."""
+        """Fetch, hold and give once; returns whether there was nothing to fetch."""
         if not self._loop.ready or self._loop.stalled:
             self._stopping.wait(WAIT_S)
             return False
@@ -180,7 +180,7 @@ class Intake:
     def _room(self) -> dict[Tier, int]:
         """How many further requests of each stream are worth giving to the engine now.
 
-        Those that a route has put into another tier count against their own stream while they wait, or there would be no end to them.
+        Those that a route has put into another tier count against their own stream while they wait, or fetching would not end.
         """
         room = self._loop.room()
         if self._config.routes:
@@ -221,7 +221,7 @@ class Intake:
     # Beginning
 
     def _begin_delivered(self) -> None:
-        """Begin what finds room, and nobody waiting before it, and hold the rest."""
+        """Begin the requests that find room with none waiting before them, and hold the rest."""
         while page := self._unbegun[:MAX_PAGE]:
             room, arrived = self._room(), Counter(active.delivery.tier for active in page)
             fit = {tier for tier in TIERS if arrived[tier] <= room[tier] and not self._ahead.count(tier)}
@@ -236,10 +236,10 @@ class Intake:
         begun = set(page)
         self._unbegun = [active for active in self._unbegun if active not in begun]
         counted = [active.delivery for active in page if active.delivery.entry.counted]
-        self._ledger.renew([delivery for delivery in counted if delivery.count != delivery.attempt])  # which sets their counts
+        self._ledger.renew([delivery for delivery in counted if delivery.count != delivery.attempt])  # this sets their counts
 
     def _give(self, room: dict[Tier, int]) -> dict[Tier, int]:
-        """Give the engine those whose turn has come; returns the room that is left."""
+        """Give the engine the next requests in turn; returns the room that is left."""
         self._due = self._ahead.take(room)
         given = Counter(active.delivery.tier for active in self._due)
         self._begin_due()
@@ -250,7 +250,7 @@ class Intake:
         self._due = []
 
     def _begin(self, batch: Sequence[ActiveRequest], ask: Ask) -> None:
-        """Begin or hold a batch. Until all that Redis has to do with it is done nothing is changed, so it may be called again."""
+        """Begin or hold a batch. Nothing is changed here until Redis has done its part, so it may be called again."""
         begun = ask([active.delivery for active in batch]) if batch else []
         now_s = time.monotonic()
         chunks = [self._ledger.published(active.delivery) if said.resumes else [] for active, said in zip(batch, begun, strict=True)]
@@ -294,7 +294,7 @@ class Intake:
             self._hand_over(active, chunks)
         except HeadraceError as error:
             self._refuse(active, error, chunks)
-        except Exception as error:  # a fault of ours with this one request must not cost the others
+        except Exception as error:  # our fault with one request must not cost the others
             log.error("request could not be prepared", id=active.id, **described(error))
             self._publisher.end(active, InternalError("the request could not be prepared"))
 
@@ -309,7 +309,7 @@ class Intake:
         outputs = Outputs(active.id, requests, engine.make_detokenizer)
         outputs.resume(chunks)
         self._label(active, wire_request, requests)
-        with self._registry.lock:  # an order to end it comes before or after both
+        with self._registry.lock:  # an order to end it comes before both or after both
             if self._registry.activate(active, outputs):
                 self._loop.add(requests)
         self._metrics.tokens(active.tier, prompt=outputs.collector.num_prompt_tokens)
@@ -341,7 +341,7 @@ class Intake:
     def _hand_back_all(self) -> None:
         try:
             self._hand_back(self._ahead.all())
-        except TROUBLE as error:  # what remains is handed back at the worker's end, or is here when it goes on
+        except TROUBLE as error:  # the rest is handed back at the worker's end, or is still here when fetching resumes
             self._trouble.hit(error)
 
     def _hand_back(self, waiting: Sequence[ActiveRequest], to: str = "") -> None:
@@ -357,7 +357,7 @@ class Intake:
     # Suspects
 
     def _run_suspects(self) -> bool:
-        """See to the suspects; False where there are none, and anything may be fetched."""
+        """Handle the suspects; False if there are none, so that anything may be fetched."""
         if self._alone is not None and self._is_ours(self._alone):
             self._registry.await_change(WAIT_S)
             return True

@@ -1,4 +1,4 @@
-"""The thread that keeps a worker's promises: orders, leases, deadlines, heartbeat, removal of dead consumers."""
+"""Maintenance thread: control messages, leases, deadlines, heartbeat, reaping."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from worker.stream.heartbeat import Heartbeat
 from worker.stream.ledger import Ledger
 from worker.stream.trouble import TROUBLE, Trouble
 
-SLICE_S = 0.25  # how late a deadline may be noticed, and how late a stop
+SLICE_S = 0.25  # how late a deadline or a stop may be noticed
 MAX_BEAT_S = 1.0
-WEDGED_LEASES = 3  # without a step, until the worker ends: what it held has lapsed, and whoever lives has looked for it
+WEDGED_LEASES = 3  # leases without a step until the worker ends: by then its leases have lapsed, and the others have claimed its requests
 
 log = structlog.get_logger("headrace.worker")
 
@@ -35,9 +35,9 @@ class Keeper:
     """Renews what the worker holds while the engine makes progress: a wedged engine loses its leases, a slow one does not.
 
     Args:
-        state: what the worker says of itself.
-        intake: is told when other workers have handed requests back, or could run some.
-        reloader: is given orders to load another model; the heartbeat says what became of them.
+        state: the worker's state, for the heartbeat.
+        intake: is told when other workers have handed requests back, or ask for some.
+        reloader: is given orders to load another model; the heartbeat reports their outcome.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Keeper:
         self._thread.start()
 
     def await_start(self, timeout_s: float) -> bool:
-        """Wait until orders are read and the heartbeat beats; only then may requests be fetched."""
+        """Wait until orders are read and the heartbeat is written; only then may requests be fetched."""
         return self._started.wait(timeout_s)
 
     def stop(self) -> None:
@@ -147,7 +147,7 @@ class Keeper:
             self._publisher.end(active, DeadlineExceeded("the deadline passed while it ran"))
 
     def _end_wedged(self) -> None:
-        """Only a new process frees a thread that hangs, and not everywhere does a probe see to that."""
+        """End the worker: only a new process frees a thread that hangs, and not every deployment has a liveness probe."""
         wedged_s = self._wedge.observe(self._loop.stalled)
         if wedged_s > (WEDGED_LEASES - 1) * self._config.lease_s and self._guard.failure is None:
             log.critical("engine wedged", stalled_s=round(self._loop.progress.stalled_s, 1), traceback=self._loop.where())
@@ -186,7 +186,7 @@ class Keeper:
         engine = self._loop.engine if self._loop.ready else None
         code, at_ms = self._publisher.last_error or ("", 0)
         return {
-            **self._reloader.fields,  # first: a model is served before it is said to be
+            **self._reloader.fields,  # read first: a model is served before it is reported
             "state": self._state(),
             "model": engine.model_name if engine is not None else "",
             "device": engine.device_name if engine is not None else "",
@@ -212,7 +212,7 @@ class Keeper:
 
 
 class Rate:
-    """How fast a count grows, a second, over about the last five seconds."""
+    """How fast a count grows, per second, over about the last five seconds."""
 
     def __init__(self, window_s: float = 5.0) -> None:
         self._window_s = window_s

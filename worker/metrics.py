@@ -1,13 +1,13 @@
 """What a worker exports to Prometheus.
 
-Names carry vLLM's suffixes under ``headrace:``, so that its dashboards carry over. Label values are bounded:
-``worker`` is this process's own name, ``tier``, ``code``, ``finished_reason``, ``kind`` and ``state`` are closed sets, and
-``source``, which callers choose, is counted under its own name only where the operator lists it.
+Names have vLLM's suffixes under ``headrace:``, so that its dashboards can be reused. Label values are bounded:
+``worker`` is this process's own name; ``tier``, ``code``, ``finished_reason``, ``kind`` and ``state`` are closed sets;
+``source``, which callers choose, is counted under its own name only if the operator lists it.
 
-A request counts in the tier that it is served in, which a route may have chosen; what is said of the queue is by stream.
+A request counts in the tier in which it is served, which a route may have chosen; metrics of the queue are by stream.
 
-Every series is made and bound when `WorkerMetrics` is, at zero: an update is an addition under a lock, with no lookup of
-labels, and a rate is right from the first event on.
+Every series is made and bound, at zero, when `WorkerMetrics` is made: an update is an addition under a lock, with no lookup
+of labels, and a rate is right from the first event on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from worker.engine.step import StepStats
 from worker.engine.step_clock import PHASES
 
 PREFIX = "headrace:"
-OTHER = "other"  # the label of a source that is not listed, and of a code that is not known
+OTHER = "other"  # the label of sources that are not listed, and of unknown codes
 FAILURE_CODES = tuple(code for code, cls in BY_CODE.items() if cls not in CLIENTS_OWN)
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 BLOCK_STATES = ("free", "cached", "used")
@@ -82,8 +82,8 @@ class Series:
 class Distribution(Collector):
     """A Prometheus histogram whose observations carry a weight.
 
-    A decode step gives every request of the batch its next token at the same moment: that is one observation of weight
-    ``batch size``, which ``prometheus_client.Histogram`` could only take one by one.
+    A decode step gives every request of the batch its next token at the same moment. That is one observation with the batch
+    size as its weight, which ``prometheus_client.Histogram`` could only take one by one.
     """
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
@@ -105,10 +105,10 @@ class Distribution(Collector):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
-    """What is known of one request at its end; a time it never reached is None.
+    """One request's figures at its end; the time of a phase that it never reached is None.
 
     Attributes:
-        finish_reason: of a success; None with ``error_code``, the wire code of a failure.
+        finish_reason: of a success; None for a failure, which has ``error_code``, its wire code.
         e2e_seconds: from enqueueing to the last token.
         queue_seconds: from enqueueing to its first step.
         prefill_seconds: from its first step to its first token.
@@ -127,7 +127,7 @@ class RequestStats:
 
 
 class _Factory:
-    """Makes metrics in one registry, each with its children bound, ``worker`` the first label of all."""
+    """Makes metrics in one registry, each with its children bound and ``worker`` as the first label."""
 
     def __init__(self, registry: CollectorRegistry, worker: str) -> None:
         self._registry, self._worker = registry, worker
@@ -168,7 +168,7 @@ class WorkerMetrics:
 
     Args:
         worker: the worker's name, label ``worker`` of every series.
-        sources: the request sources that are counted by name; all others are counted as ``other``.
+        sources: the request sources counted by name; all others are counted as ``other``.
     """
 
     def __init__(self, worker: str, sources: Collection[str] = ()) -> None:
@@ -184,19 +184,19 @@ class WorkerMetrics:
     def _make_engine(self, make: _Factory) -> None:
         info_labels = ["worker", "model_name", "device", "dtype", "version"]
         self._info = Gauge(PREFIX + "worker_info", "What this worker serves; always 1.", info_labels, registry=self.registry)
-        self._running = make.gauges("num_requests_running", "Requests in the batch, by the tier they are served in.", "tier", TIERS)
+        self._running = make.gauges("num_requests_running", "Requests in the batch, by the tier in which they are served.", "tier", TIERS)
         self._waiting = make.gauges(
-            "num_requests_waiting", "Requests the worker holds that are not in the batch; those not begun by stream.", "tier", TIERS
+            "num_requests_waiting", "Requests that the worker holds outside the batch; those not begun, by stream.", "tier", TIERS
         )
-        self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV cache blocks in use by requests; 1 is all.")
+        self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV cache blocks in use by requests; 1 means all.")
         self._blocks = make.gauges("kv_cache_blocks", "KV cache blocks by state.", "state", BLOCK_STATES)
         self._memory = make.gauges("device_memory_bytes", "Memory of the device, by kind.", "kind", MEMORY_KINDS)
         self._prefix_queries = make.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = make.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._preemptions = make.counters("num_preemptions", "Requests thrown out of the batch.", "kind", PREEMPTION_KINDS)
+        self._preemptions = make.counters("num_preemptions", "Requests preempted from the batch.", "kind", PREEMPTION_KINDS)
         self._busy = make.counter("engine_busy_seconds", "Time the engine spent in steps.")
         self._stalled = make.gauge("engine_stalled_seconds", "Time since the engine last showed progress; 0 while it has no work.")
-        self._idle = make.counter("engine_idle_seconds", "Time the device did nothing while requests waited for it.")
+        self._idle = make.counter("engine_idle_seconds", "Time in which the device did nothing while requests waited for it.")
         self._phases = make.counters("step_phase_seconds", "Time the engine's thread spent on a part of its steps.", "phase", PHASES)
         self._step_time = make.distribution("step_time_seconds", "Length of a step.", STEP_SECONDS)
         self._batch_size = make.distribution("batch_size", "Requests in a step.", BATCH_SIZES)
@@ -224,7 +224,7 @@ class WorkerMetrics:
         self._oldest = make.gauges(
             "queue_oldest_age_seconds", "Age of the oldest request on the tier's stream that no worker has taken.", "tier", TIERS
         )
-        self._renewals = make.counter("lease_renewals", "Leases renewed, one a request.")
+        self._renewals = make.counter("lease_renewals", "Leases renewed, one per request.")
         self._losses = make.counter("lease_losses", "Leases found to belong to another worker.")
         self._resumes = make.counter("resumes", "Requests continued from the tokens of an earlier attempt.")
         self._saved = make.counter("resume_tokens_saved", "Tokens of earlier attempts that were not generated again.")
@@ -233,12 +233,12 @@ class WorkerMetrics:
         )
 
     def serving(self, model: str, device: str, dtype: str) -> None:
-        """Say what the worker serves; called again after a reload."""
+        """Set what the worker serves; called again after a reload."""
         self._info.clear()
         self._info.labels(self._worker, model, device, dtype, __version__).set(1)
 
     def scheduler(self, stats: SchedulerStats, ahead: Mapping[Tier, int]) -> None:
-        """Show the scheduler's state and, by tier, how many wait before it; count what it has counted since the last call.
+        """Show the scheduler's state and, by tier, how many requests wait ahead of it; add what it has counted since the last call.
 
         A new scheduler's counts start at zero.
         """
@@ -256,7 +256,7 @@ class WorkerMetrics:
         _count(self._preemptions["swap"], before.swap_preemptions, stats.swap_preemptions)
 
     def step(self, step: StepStats) -> None:
-        """Count one step, and the time before it in which the device did nothing though requests waited."""
+        """Count one step, and the time before it in which the device did nothing although requests waited."""
         self._busy.inc(step.seconds)
         self._idle.inc(step.idle_seconds)
         self._step_time.observe(step.seconds)
@@ -298,11 +298,11 @@ class WorkerMetrics:
                 family[tier].observe(seconds)
 
     def redis(self, *, up: bool) -> None:
-        """Show whether Redis serves the worker; where not, what is on the queue is not known, and shown as NaN."""
+        """Show whether Redis serves the worker; if not, the queue's figures are unknown and shown as NaN."""
         if not up:
             for tier in TIERS:
                 self.queue(tier, depth=math.nan, pending=math.nan, oldest_age_seconds=math.nan)
-        self._redis_up.set(up)  # last: whoever sees it down finds no figures of before
+        self._redis_up.set(up)  # last: a reader that sees it down sees no stale figures
 
     def queue(self, tier: Tier, *, depth: float, pending: float, oldest_age_seconds: float) -> None:
         """Show a tier's stream as the worker last saw it; every worker of the queue shows the same."""
@@ -311,11 +311,11 @@ class WorkerMetrics:
         self._oldest[tier].set(oldest_age_seconds)
 
     def watch_stall(self, read: Callable[[], float]) -> None:
-        """Have ``read`` asked at every scrape, in the scraper's thread, for how long the engine has stalled, in seconds."""
+        """Call ``read`` at every scrape, in the scraper's thread, for how long the engine has stalled, in seconds."""
         self._stalled.set_function(read)
 
     def watch_memory(self, read: Callable[[MemoryKind], float]) -> None:
-        """Have ``read`` asked for the device's memory, in bytes, at every scrape; in the scraper's thread."""
+        """Call ``read`` at every scrape, in the scraper's thread, for the device's memory, in bytes."""
         for kind in MEMORY_KINDS:
             self._memory[kind].set_function(partial(read, kind))
 
@@ -326,7 +326,7 @@ class WorkerMetrics:
         self._losses.inc(count)
 
     def resumed(self, tokens_saved: int) -> None:
-        """Count a request that goes on from ``tokens_saved`` tokens of an earlier attempt."""
+        """Count a request that continues from ``tokens_saved`` tokens of an earlier attempt."""
         self._resumes.inc()
         self._saved.inc(tokens_saved)
 

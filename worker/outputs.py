@@ -1,4 +1,4 @@
-"""What an engine makes of one wire request: one output, or several that share its reply."""
+"""The engine's outputs for one wire request: one, or several that share its reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.transcript import Transcript
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """What one engine request has brought so far.
+    """What one engine request has produced so far.
 
     Attributes:
         last_token_s: monotonic; None before the first token of this attempt.
@@ -28,8 +28,8 @@ class Output:
 class Outputs:
     """The outputs of one wire request; used by one thread at a time.
 
-    A single output is published as it grows, and a later attempt goes on from what stands published. Several are not: the
-    final reply alone holds them, and a later attempt makes them anew, which gives the same text, their seeds being the same.
+    A single output is published as it grows, and a later attempt continues from what is published. Several outputs are only in
+    the final reply, and a later attempt makes them again; their text is the same, because their seeds are.
 
     Attributes:
         num_resumed: output tokens that earlier attempts published.
@@ -53,12 +53,12 @@ class Outputs:
 
     @property
     def first(self) -> Transcript:
-        """The first one's text and tokens: what is published of a single one, and what an error brings as partial output."""
+        """The first one's text and tokens: published if it is the only one, and an error's partial output."""
         return self.of(self.requests[0]).transcript
 
     @property
     def num_tokens(self) -> int:
-        """Generated in all."""
+        """Tokens generated in all."""
         return sum(len(output.transcript.token_ids) for output in self._outputs.values())
 
     def of(self, request: Request) -> Output:
@@ -75,9 +75,9 @@ class Outputs:
         request.logprobs = list(transcript.logprobs or ())
 
     def push(self, step: StepOutput) -> bool:
-        """Add what a step did for one of them.
+        """Add a step's result for one of them.
 
-        Returns whether that one has ended with success, be it by a stop string that the engine knows nothing of.
+        Returns whether that one has ended with success, including by a stop string, which the engine does not know about.
         """
         transcript = self.of(step.request).transcript
         stopped_by = transcript.push(step.token_ids, step.logprobs, finished=step.finished)

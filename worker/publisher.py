@@ -1,7 +1,7 @@
 """The thread between the engine and the callers: tokens become text, frames and final replies.
 
-It never holds the engine up: outputs pile up in its inbox, and each round takes all that piled up since the last one, as one
-frame a request. What goes out is the `ReplyWriter`'s.
+It never delays the engine: outputs collect in its inbox, and each round takes all that came since the last one, as one
+frame per request. The `ReplyWriter` writes them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from worker.reply_writer import ReplyWriter
 from worker.stream.ledger import Ledger, Outcome
 from worker.stream.trouble import TROUBLE, Trouble
 
-HAND_BACK_S = 5.0  # how long a worker that ends tries to hand back; after that its leases lapse
+HAND_BACK_S = 5.0  # how long an ending worker tries to hand back; after that its leases lapse
 
 log = structlog.get_logger("headrace.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class EndNow:
-    """A request is to end now, with `ActiveRequest.end`, whatever it has generated."""
+    """A request has to end now, with `ActiveRequest.end`, whatever it has generated."""
 
     active: ActiveRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """All requests that are in the engine are to be handed back; then ``done`` is set."""
+    """All requests in the engine have to be handed back; then ``done`` is set."""
 
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -54,7 +54,7 @@ class Publisher:
 
     def __init__(self, core: Core, ledger: Ledger, on_end: OnEnd | None = None) -> None:
         self.requests_done = 0
-        self.last_error: tuple[str, int] | None = None  # code and Redis time in ms of the last failure but cancellations
+        self.last_error: tuple[str, int] | None = None  # code, and Redis time in ms, of the last failure other than a cancellation
         self._on_end = on_end
         self._config = core.config
         self._registry = core.registry
@@ -78,7 +78,7 @@ class Publisher:
             self._arrived.notify()
 
     def end(self, active: ActiveRequest, error: HeadraceError) -> None:
-        """Have a request end now, with what it has generated so far as partial output of ``error``."""
+        """Have a request end now; what it has generated becomes the partial output of ``error``."""
         with self._registry.lock:
             if active.end is not None:
                 return
@@ -86,8 +86,8 @@ class Publisher:
         self.put(EndNow(active))
 
     def lose(self, active: ActiveRequest) -> None:
-        """Another worker has it, or has answered it: stop, and say nothing. What has its outcome finds out for itself."""
-        with self._registry.lock:  # before it can be given to us again
+        """Another worker has it or has answered it: stop without a reply. One that has its outcome finds out when it is written."""
+        with self._registry.lock:  # before it can be delivered to us again
             if not self._registry.holds(active) or active.outcome is not None:
                 return
             self._registry.drop(active)
@@ -100,13 +100,13 @@ class Publisher:
         self.put([])
 
     def release(self) -> threading.Event:
-        """Hand all requests that are in the engine back, without ending; the event is set when that is done."""
+        """Hand back all requests in the engine, without ending; the event is set when that is done."""
         release = Release()
         self.put(release)
         return release.done
 
     def hand_back(self, *, crashed: bool) -> None:
-        """Write what can be written, hand all other requests back, and end the thread. The engine has ended before."""
+        """Write what can be written, hand all other requests back, and end the thread. The engine must have ended before."""
         with self._arrived:
             self._stopping = True
             self._arrived.notify()
@@ -160,7 +160,7 @@ class Publisher:
     def _take_guarded(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
         try:
             self._take(active, output, now_s)
-        except Exception as error:  # a fault of ours with this one request must not cost the others
+        except Exception as error:  # our fault with one request must not cost the others
             log.error("output could not be taken", id=active.id, **described(error))
             self._abort(active)
             self._conclude(active, InternalError("the output could not be turned into a reply"))
@@ -168,7 +168,7 @@ class Publisher:
     def _take(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
         outputs = active.outputs
         assert outputs is not None, "it is in the engine"
-        if outputs.collector.has(output.request):  # stopped by a string, and aborted since
+        if outputs.collector.has(output.request):  # stopped by a string, and aborted meanwhile
             return
         self._time(active, outputs.of(output.request), len(output.token_ids), now_s)
         ended = outputs.push(output)
@@ -200,7 +200,7 @@ class Publisher:
             self._metrics.first_token(active.tier, active.start.since_enqueued_ms(now_s) / 1000)
 
     def _abort(self, active: ActiveRequest) -> None:
-        """Have the engine forget all of it."""
+        """Have the engine forget the whole request."""
         for request in active.outputs.requests if active.outputs is not None else ():
             self._loop.abort(request.id)
 
@@ -238,15 +238,15 @@ class Publisher:
             return
         try:
             self._on_end(active, became)
-        except Exception as error:  # whoever listens is no part of what was promised to callers
+        except Exception as error:  # a listener's failure must not affect callers
             log.error("end could not be told", id=active.id, **described(error))
 
     # What is handed back
 
     def _try_to_hand_back(self, *, crashed: bool, running_only: bool = False) -> bool:
-        """One attempt at writing everything and handing back the rest: all, or those that are in the engine.
+        """Try once to write everything and hand back the rest: all requests, or only those in the engine.
 
-        Tokens that Redis refuses are generated again by whoever goes on. What has ended is not handed back.
+        The next owner generates again the tokens that Redis refuses. Requests that have ended are not handed back.
         """
         if not self._replies.write_all():
             return False

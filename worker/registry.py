@@ -20,7 +20,7 @@ from worker.transcript import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """When a delivery was begun, on both clocks; other instants of its life are told from this one.
+    """When a delivery was begun, on both clocks; other instants of its life are computed from this one.
 
     Attributes:
         enqueued_ms, begun_ms: Redis time.
@@ -36,7 +36,7 @@ class Start:
         return cls(begun.enqueued_ms, begun.now_ms, now_s)
 
     def since_enqueued_ms(self, at_s: float) -> float:
-        """Milliseconds from enqueueing to the monotonic instant ``at_s``; never negative, clocks being what they are."""
+        """Milliseconds from enqueueing to the monotonic instant ``at_s``; never negative, even if the clocks disagree."""
         return max(0.0, round(self.begun_ms - self.enqueued_ms + (at_s - self.begun_s) * 1000, 3))
 
     def redis_ms(self, at_s: float) -> int:
@@ -56,18 +56,18 @@ class Start:
 class ActiveRequest:
     """One request that this worker holds.
 
-    The fetching thread makes it and gives it to the engine (`outputs`); from then on the publishing thread owns it, but for
+    The fetching thread makes it and gives it to the engine (`outputs`). From then on the publishing thread owns it, except
     `end`, `streamed` and `delivery`, which others set under the registry's lock.
 
     Attributes:
-        tier: that it is served in: its stream's until it is begun, then what a route made of that.
-        outputs: what the engine makes of it; None until it is given to the engine.
-        streamed: somebody reads along, so every step is published.
-        end: why it is to end before its time.
+        tier: in which it is served: its stream's until it is begun, then the one that a route chose, if any.
+        outputs: the engine's; None until it is given to the engine.
+        streamed: a caller reads along, so every step is published.
+        end: why it has to end early.
         outcome: how it ended, to be written.
         deadline_at_s: monotonic.
         first_token_s, last_token_s: monotonic; of this attempt.
-        num_refusals: how often the server seemed to refuse its reply for its size.
+        num_refusals: how often the server seemed to refuse its reply because of its size.
         gone: the registry has forgotten it.
     """
 
@@ -95,32 +95,32 @@ class ActiveRequest:
 
     @property
     def waits(self) -> bool:
-        """Whether there is any use in running it."""
+        """Whether it still needs to be run."""
         return not self.gone and self.end is None
 
     @property
     def resumed(self) -> bool:
-        """Whether it goes on from the output of an earlier attempt."""
+        """Whether it continues from the output of an earlier attempt."""
         return self.outputs is not None and self.outputs.num_resumed > 0
 
     @property
     def first_step_s(self) -> float | None:
-        """Monotonic; of this attempt, None before."""
+        """Monotonic, in this attempt; None before."""
         steps = [request.first_step_s for request in self.outputs.requests] if self.outputs is not None else []
         return min((step_s for step_s in steps if step_s is not None), default=None)
 
     @property
     def queue_ms(self) -> float | None:
-        """From enqueueing to its first step, or, where it is `resumed`, to when a worker first began it; None before."""
+        """From enqueueing to its first step or, if `resumed`, to when a worker first began it; None before."""
         return self._since_enqueued_ms(self.delivery.started_ms, self.first_step_s)
 
     @property
     def ttft_ms(self) -> float | None:
-        """From enqueueing to its first token, whichever attempt that came from; None before."""
+        """From enqueueing to its first token, in whichever attempt; None before."""
         return self._since_enqueued_ms(self.delivery.first_token_ms, self.first_token_s)
 
     def _since_enqueued_ms(self, earlier_ms: int | None, at_s: float | None) -> float | None:
-        """From enqueueing to what an earlier attempt came to at the Redis time ``earlier_ms``, where it is `resumed`, else to ``at_s``."""
+        """From enqueueing to an earlier attempt's Redis time ``earlier_ms`` if it is `resumed`, else to ``at_s``."""
         if self.start is None:
             return None
         if self.resumed and earlier_ms is not None:
@@ -129,7 +129,7 @@ class ActiveRequest:
 
     @property
     def transcript(self) -> Transcript | None:
-        """Of the first output; None until it is given to the engine."""
+        """The first output's; None until it is given to the engine."""
         return self.outputs.first if self.outputs is not None else None
 
 
@@ -140,9 +140,9 @@ class Registry:
     always finds it.
 
     Attributes:
-        lock: of all that is here.
-        leases: held while leases are renewed, and while requests are handed back until they are dropped: a lease renewed after
-            its request was handed back would be this worker's again, and nobody would know.
+        lock: protects everything here.
+        leases: held while leases are renewed, and while requests are handed back until they are dropped. A lease renewed after
+            its request was handed back would belong to this worker again without anyone knowing.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Registry:
 
     @property
     def running(self) -> bool:
-        """Whether any is in the engine, or ended and not yet answered."""
+        """Whether any is in the engine, or has ended and is not yet answered."""
         return any(active.outputs is not None or active.outcome is not None for active in self.all())
 
     def knows(self, tier: Tier, entry_id: str) -> bool:
@@ -166,12 +166,12 @@ class Registry:
             return (tier, entry_id) in self._by_entry
 
     def holds(self, active: ActiveRequest) -> bool:
-        """Whether ``active`` itself is here, and not only one of its entry."""
+        """Whether ``active`` itself is here, not only another one of the same entry."""
         with self.lock:
             return self._by_entry.get((active.delivery.tier, active.delivery.entry.id)) is active
 
     def enter(self, delivery: Delivery) -> ActiveRequest:
-        """A new one, in the place of one of the same entry that still waits: Redis lost the delivery that brought it, and made another."""
+        """A new one. It replaces one of the same entry that still waits, whose delivery Redis lost and then made again."""
         active = ActiveRequest(delivery)
         with self.lock:
             former = self._by_entry.get((delivery.tier, delivery.entry.id))
@@ -182,11 +182,11 @@ class Registry:
         return active
 
     def get(self, request_id: str) -> ActiveRequest | None:
-        """The one of this id; of several, the one that runs."""
+        """The one with this id; of several, the one that runs."""
         return self._by_id.get(request_id)
 
     def of(self, request: Request) -> ActiveRequest | None:
-        """The one that an engine request belongs to; None where the worker has dropped it meanwhile."""
+        """The one to which an engine request belongs; None if the worker has dropped it meanwhile."""
         return self._by_request.get(request)
 
     def drop(self, active: ActiveRequest) -> None:
@@ -202,7 +202,7 @@ class Registry:
             self._changed.notify_all()
 
     def activate(self, active: ActiveRequest, outputs: Outputs) -> bool:
-        """It goes to the engine now, as ``outputs.requests``; False where an order to end it, or its loss, came first."""
+        """It goes to the engine now, as ``outputs.requests``; False if an order to end it, or its loss, came first."""
         with self.lock:
             if active.end is not None or not self.holds(active):
                 return False
@@ -212,10 +212,10 @@ class Registry:
             return True
 
     def adopt(self, newcomer: ActiveRequest) -> bool:
-        """Have the running request of the same id go on under ``newcomer``'s delivery; False where there is none to do so.
+        """Have the running request of the same id continue under ``newcomer``'s delivery; False if there is none.
 
-        That is what happens when Redis lost its data and the caller put its request again: the entry is new, and what was
-        generated for the old one is not lost.
+        This happens when Redis lost its data and the caller put its request again: the entry is new, and what was
+        generated for the old one is kept.
         """
         with self.lock:
             elder = self._by_id.get(newcomer.id)
@@ -234,7 +234,7 @@ class Registry:
             return list(self._by_entry.values())
 
     def num_waiting_elsewhere(self, tier: Tier) -> int:
-        """Engine requests from a tier's stream that wait for the first time, and in another tier."""
+        """Engine requests from a tier's stream that wait in another tier, for the first time."""
         return sum(
             request.tier != tier and request.status is RequestStatus.WAITING
             for active in self.all()
@@ -243,11 +243,11 @@ class Registry:
         )
 
     def expired(self, now_s: float) -> Iterable[ActiveRequest]:
-        """Those whose deadline has passed and that nothing has ended yet."""
+        """Those whose deadline has passed and that have not ended yet."""
         return [active for active in self.all() if _open_deadline_at_s(active) <= now_s]
 
     def next_deadline_at_s(self) -> float:
-        """Monotonic, of those that nothing has ended yet; infinite where there is none."""
+        """Monotonic, of those that have not ended yet; infinite if there is none."""
         return min(map(_open_deadline_at_s, self.all()), default=math.inf)
 
     def await_change(self, timeout_s: float) -> None:
@@ -257,7 +257,7 @@ class Registry:
 
 
 def _open_deadline_at_s(active: ActiveRequest) -> float:
-    """Monotonic; infinite where there is none, or it would end nothing any more."""
+    """Monotonic; infinite if there is none, or the request has ended already."""
     if active.deadline_at_s is None or active.end is not None or active.outcome is not None:
         return math.inf
     return active.deadline_at_s

@@ -1,4 +1,4 @@
-"""Another model in the place of the one that is served, without losing a request."""
+"""Replaces the model that is served, without losing a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger("headrace.worker")
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """An order: ``model`` is to be served, or where it is '' the same one is to be loaded anew; ``id`` is '' for a signal."""
+    """An order to serve ``model``, or, if it is '', to load the present one again; ``id`` is '' for a signal."""
 
     model: str = ""
     id: str = ""
@@ -32,15 +32,15 @@ class Reload:
 class Reloader:
     """Carries out one order at a time, in the thread that calls `run`.
 
-    A model that ``check`` refuses changes nothing. Else fetching stops, what runs is finished for as long as a drain may take, and the
-    rest is handed back; then the engine's thread loads the new model beside the weights of the old one, which goes on serving where
-    that fails. Queued requests wait meanwhile.
+    A model that ``check`` refuses changes nothing. Otherwise fetching stops, running requests have the time of a drain to finish, and
+    the rest is handed back. Then the engine's thread loads the new model beside the weights of the old one, which continues to serve
+    if that fails. Queued requests wait meanwhile.
 
     Args:
-        check: raises where the model of a name cannot be loaded, as far as that can be told while another serves.
+        check: raises if the model of a name cannot be loaded, as far as that can be known while another serves.
         load: makes an engine with the model of a name; '' names the worker's own. Called in the engine's thread.
         over: whether the worker is to end, which ends a reload as well.
-        wake: has `run` called once more soon, by the thread that calls it.
+        wake: makes the thread that calls `run` call it again soon.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class Reloader:
         self._error = ""
 
     def ask(self, order: Reload) -> None:
-        """Have a `run` carry out ``order``, after those asked for before. May be called from a signal handler and from any thread."""
+        """Have a later `run` carry out ``order``, after earlier orders. May be called from a signal handler and from any thread."""
         self._asked.put(order)
         self._wake()
 
     @property
     def fields(self) -> Mapping[str, str]:
-        """For the heartbeat: the last order from the queue that was carried out, and why the last one's model is not served, if so."""
+        """For the heartbeat: the last order from the queue that was carried out, and why its model is not served ('' if it is)."""
         return {"reload": self._done_id, "reload_error": self._error}
 
     def run(self) -> bool:
-        """Carry out the next order; False where there is none."""
+        """Carry out the next order; False if there is none."""
         try:
             order = self._asked.get_nowait()
         except Empty:
@@ -94,7 +94,7 @@ class Reloader:
         return True
 
     def _refusal(self, model: str) -> str:
-        """Why ``model`` would not load; '' where nothing speaks against it."""
+        """Why ``model`` would not load; '' if no reason is known."""
         try:
             self._check(model)
         except Exception as error:  # as in the engine's thread: the old model can serve
@@ -112,7 +112,7 @@ class Reloader:
             self._intake.resume()
 
     def _empty(self) -> None:
-        """Finish what runs, for as long as there is time, and hand the rest back."""
+        """Finish what runs while there is time, and hand the rest back."""
         deadline_at_s = time.monotonic() + self._core.config.drain_s
         self._await(lambda: not self._core.registry.running or time.monotonic() >= deadline_at_s)
         if self._core.registry.running and not self._over():

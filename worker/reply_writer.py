@@ -1,7 +1,7 @@
 """What goes out to callers: frames of tokens, and final replies.
 
-What Redis does not take now is kept and sent again until it stands there or is no longer ours. It may take one thing and refuse
-another (in a full memory a final reply has room, a frame has not): only what it refuses waits.
+What Redis does not accept now is kept and sent again until it is written or is no longer ours. Redis may accept one thing and refuse
+another (when its memory is full, a final reply has room and a frame has not): only what it refuses waits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = structlog.get_logger("headrace.worker")
 
 
 class ReplyWriter:
-    """Owns what is still to be written; used by one thread at a time.
+    """Owns what has to be written; used by one thread at a time.
 
     Args:
-        trouble: of that thread: Redis cannot be asked.
-        on_settled: called when a request's end is decided: its reply stands there, or another worker answers it.
-        on_lost: called when a request whose frame was refused is no longer ours to run.
+        trouble: that thread's state of Redis being out of reach.
+        on_settled: called when a request's end is decided: its reply is written, or another worker answers it.
+        on_lost: called when a frame was refused because the request is no longer ours to run.
     """
 
     def __init__(self, core: Core, ledger: Ledger, trouble: Trouble, *, on_settled: OnSettled, on_lost: OnLost) -> None:
@@ -50,41 +50,41 @@ class ReplyWriter:
         self._replies_trouble = Trouble(core.outage)  # it refuses some of the final replies
         self._unpublished: dict[ActiveRequest, None] = {}  # have tokens that are not written yet
         self._unsettled: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
-        self._refused: dict[ActiveRequest, None] = {}  # have one that Redis refused, the one refused longest ago first
+        self._refused: dict[ActiveRequest, None] = {}  # have an outcome that Redis refused, the one refused longest ago first
 
     def publish(self, active: ActiveRequest) -> None:
-        """It has new tokens, to be written when a frame of it is due."""
+        """It has new tokens, to be written when its next frame is due."""
         self._unpublished[active] = None
 
     def settle(self, active: ActiveRequest) -> None:
-        """It has its outcome, which is to be written, with the tokens that are not."""
+        """It has its outcome, to be written together with its unpublished tokens."""
         self._unpublished.pop(active, None)
         self._unsettled[active] = None
 
     @property
     def any_refused(self) -> bool:
-        """Whether Redis has refused a final reply that is still to be written."""
+        """Whether a final reply that Redis refused is still to be written."""
         return bool(self._refused)
 
     @property
     def refused_pause_s(self) -> float:
-        """Seconds until what was refused of the final replies is due again."""
+        """Seconds until the refused final replies are due again."""
         return self._replies_trouble.pause_s
 
     @property
     def due_in_s(self) -> float:
-        """Seconds until something is due, `IDLE_S` where nothing waits."""
+        """Seconds until something is due; `IDLE_S` if nothing waits."""
         if self._unsettled:
             return 0.0
         frames_s = min((self._frame_due_in_s(active) for active in self._unpublished), default=IDLE_S)
         return min(max(frames_s, self._frames_trouble.pause_s), self._replies_trouble.pause_s if self._refused else IDLE_S)
 
     def write_due(self) -> None:
-        """Write what is due; of the final replies as many as one round trip takes."""
+        """Write what is due, with as many final replies as one round trip takes."""
         self._write(self._frames(everything=False), self._due_endings())
 
     def write_all(self) -> bool:
-        """Write everything, due or not, but for what Redis refuses; False where it could not be asked."""
+        """Write everything, due or not, except what Redis refuses; False if Redis could not be reached."""
         while True:
             frames, endings = self._frames(everything=True), self._due_endings()
             if not frames and not endings:
@@ -114,7 +114,7 @@ class ReplyWriter:
     # Writing
 
     def _write(self, frames: Sequence[tuple[ActiveRequest, TokensFrame]], endings: Sequence[ActiveRequest]) -> bool:
-        """Whether Redis could be asked; what it refused is due again after a pause. What may be too large goes last, and alone."""
+        """Returns whether Redis was reached; what it refused is due again after a pause. Replies that may be too large go last, alone."""
         small, large = _by_size(endings)
         light = [(active, frame) for active, frame in frames if len(frame.body) <= LEAST_BULK_BYTES]
         heavy = [(active, frame) for active, frame in frames if len(frame.body) > LEAST_BULK_BYTES]
@@ -138,7 +138,7 @@ class ReplyWriter:
         return True
 
     def _write_large(self, active: ActiveRequest) -> bool:
-        """Alone: what is too long for the server costs the connection, and what else is on it."""
+        """Write it alone: a value too large for the server costs the connection, and everything else sent on it."""
         settlement = settlement_of(active)
         if settlement.num_bytes > MAX_REPLY_BYTES:
             self._shrink(active, settlement.num_bytes)
@@ -147,7 +147,7 @@ class ReplyWriter:
             [result] = self._ledger.write([], [settlement]).settled
         except TROUBLE as error:
             self._trouble.hit(error)
-            refused = not isinstance(error, RedisTimeoutError) and self._ledger.is_writable()  # a slow link is no refusal
+            refused = not isinstance(error, RedisTimeoutError) and self._ledger.is_writable()  # a slow link is not a refusal
         else:
             refused = isinstance(result, ResponseError) and str(result).startswith("Protocol error")
             if not refused:
@@ -160,7 +160,7 @@ class ReplyWriter:
         return False
 
     def _shrink(self, active: ActiveRequest, num_bytes: int) -> None:
-        """Answer with an error what is too large for a reply."""
+        """Replace a reply that is too large by an error."""
         log.error("reply too large", id=active.id, num_bytes=num_bytes)
         active.outcome = without_what_is_too_large(active)
         self._refused.pop(active, None)
@@ -208,7 +208,7 @@ class ReplyWriter:
 
 
 def _by_size(endings: Sequence[ActiveRequest]) -> tuple[dict[ActiveRequest, Settlement], list[ActiveRequest]]:
-    """The replies that any server takes, and whose are larger: those are encoded again in their turn, for many would fill the memory."""
+    """The replies that any server accepts, and the requests with larger ones, which are encoded again one by one to save memory."""
     small: dict[ActiveRequest, Settlement] = {}
     large = []
     for active in endings:

@@ -1,4 +1,4 @@
-"""Which tier a request runs in: that of its stream, unless a rule of the worker's says otherwise."""
+"""The tier in which a request runs: its stream's, unless a rule of the worker says otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LABELS = ("source", "user", "task")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Requests whose labels all match go to ``tier``; a pattern is a shell's (``nightly-*``)."""
+    """Requests whose labels all match go to ``tier``; patterns are shell patterns (``nightly-*``)."""
 
     tier: Tier
     patterns: tuple[tuple[str, str], ...]

@@ -55,13 +55,13 @@ def serve(
     Args:
         metrics_port: of ``/metrics``, ``/startupz``, ``/healthz`` and ``/readyz``; None serves none.
         metrics_sources: labels of requests that are counted by name.
-        step_log: file that gets a JSON line a step.
-        otlp_traces_endpoint: URL that gets a trace a request.
-        unknown_variables: of the environment, which look like options and are none; they are logged.
+        step_log: file that gets one JSON line per step.
+        otlp_traces_endpoint: URL that gets one trace per request.
+        unknown_variables: environment variables that look like options but belong to none; they are logged.
         options: the fields of `WorkerConfig` and `EngineConfig`; None takes the default.
 
     Raises:
-        ValueError: an option is out of its bounds, or what it names cannot be had.
+        ValueError: an option is out of its bounds, or what it names is not available.
     """
     configure_logging(log_level, log_format)
     if unknown_variables:
@@ -90,7 +90,7 @@ def serve(
 
 
 def _config_of(config: EngineConfig, model: str) -> EngineConfig:
-    """Of another model; '' is the worker's own."""
+    """The configuration for another model; '' is the worker's own."""
     return replace(config, model=model) if model else config
 
 
@@ -107,9 +107,9 @@ def _check_model(config: EngineConfig, model: str) -> None:
 
 
 class StepLog:
-    """A JSON line a step, written at once: when it ended (Unix time), how long it took, how long the device had idled before it, where the
-    host's time went (`StepClock`), its size, and the KV cache behind it (`SchedulerStats.kv_usage`, `kv_waste`). It ends with the first
-    line that cannot be written.
+    """One JSON line per step, written at once: when it ended (Unix time), how long it took, how long the device had idled before it,
+    where the host's time went (`StepClock`), its size, and the KV cache after it (`SchedulerStats.kv_usage`, `kv_waste`). The log ends
+    with the first line that cannot be written.
     """
 
     def __init__(self, file: RawIOBase) -> None:
@@ -150,7 +150,7 @@ class StepLog:
 
 
 def configure_logging(level: str, form: str) -> None:
-    """Log to stderr, a line an event: JSON for machines, or for a person at a console. Libraries' warnings take the same form."""
+    """Log to stderr, one line per event: JSON for machines, or text for a console. Libraries' warnings take the same form."""
     renderer: Any = structlog.dev.ConsoleRenderer() if form == "console" else structlog.processors.JSONRenderer()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -171,7 +171,7 @@ def configure_logging(level: str, form: str) -> None:
 
 
 def _install_signals(worker: Worker) -> None:
-    """SIGTERM and SIGINT stop a worker, SIGHUP has it load its model anew."""
+    """SIGTERM and SIGINT stop a worker; SIGHUP makes it load its model again."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         worker.request_stop()
@@ -189,7 +189,7 @@ def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> It
     """Serve a worker's pages until the end of the ``with``.
 
     Raises:
-        ValueError: the port is taken, or not for us to take.
+        ValueError: the port is taken, or not permitted.
     """
     config, timeout_s = worker.config, _PROBE_TIMEOUT_S
     client = connect(config.redis_url, queue=config.queue, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
@@ -225,7 +225,7 @@ def health_pages(worker: Worker, metrics: WorkerMetrics, *, port: int = 0) -> It
 
 
 def _exit_at_once(exit_code: int) -> NoReturn:
-    """For a thread that is still inside the model's code, where Python's orderly end would take the process down with a signal."""
+    """For when a thread is still in the model's code: Python's normal exit would then crash the process with a signal."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(exit_code)

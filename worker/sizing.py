@@ -1,8 +1,8 @@
-"""How many requests a device's memory holds: weights, KV cache, what a step needs; by formula, with no device at hand.
+"""How many requests a device's memory holds (weights, KV cache, a step's needs), by formula and without the device.
 
-The KV cache takes ``layers * kv_heads * (key dim + value dim) * bytes`` a token (Kwon et al., "Efficient Memory Management for
+The KV cache takes ``layers * kv_heads * (key dim + value dim) * bytes`` per token (Kwon et al., "Efficient Memory Management for
 Large Language Model Serving with PagedAttention", 2023, section 3), in whole blocks. As in the engine, sliding-window layers
-keep every token, and a GPU's cache gets nine tenths of what weights, a full step and graphs leave, though not more than a full batch can
+keep every token, and a GPU's cache gets nine tenths of what weights, a full step and graphs leave, but no more than a full batch can
 use.
 """
 
@@ -17,20 +17,22 @@ from worker.engine.config import CUDA_BATCH_TOKENS, CUDA_GRAPH_BYTES, GPU_KV_SHA
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = GIB // 2  # driver, kernels, cuBLAS workspace
-SAMPLING_BYTES = 38  # a logit takes that much more while tokens are chosen: in float32, sorted, and as masses and their sums
+# Peak memory of sampling per logit, beside the logit itself: float32 copies, the sorted logits with their int64 indices, and the tokens'
+# probability masses and running sums in int64. A test compares it with what `device_sampler` allocates.
+SAMPLING_BYTES = 38
 MIN_LENGTH = 256
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a model's sizes follow from.
+    """The dimensions of a model that determine its memory.
 
     Attributes:
-        num_int8: weights that are stored in int8; a head that is tied to the embedding counts, and the embedding stays as well.
-        num_dequantized: of those, as many as a step makes numbers at once.
+        num_int8: parameters stored in int8. They include those of an output head tied to the embedding, which itself stays in the dtype.
+        num_dequantized: most int8 parameters that a step dequantizes at once.
         key_dim, value_dim: of one KV head.
-        intermediate_size: of the MLP, for a mixture of experts of those that one token visits.
+        intermediate_size: of the MLP; in a mixture of experts, the sum over the experts that one token visits.
         max_model_len: context limit in tokens.
     """
 
@@ -50,7 +52,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, num_parameters: int, num_int8: int = 0, num_dequantized: int = 0) -> ModelShape:
-        """Read a transformers text config, whose attribute map gives GPT-2's and OPT's names too."""
+        """Read a transformers text config; its attribute map also covers GPT-2's and OPT's names."""
         num_heads = int(config.num_attention_heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
         intermediate = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
@@ -72,18 +74,20 @@ class ModelShape:
         )
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """Without the scales of int8, a number for each output."""
+        """Bytes of the weights, without the scales of int8 (one per output channel)."""
         doubled = self.vocab_size * self.hidden_size if self.tied and self.num_int8 else 0
         return (self.num_parameters - self.num_int8 + doubled) * dtype_bytes + self.num_int8
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, int8: bool = False) -> int:
-        """Bytes of K and V in all layers; ``int8``, of a cache in it, whatever the dtype."""
+        """Bytes of K and V in all layers; with ``int8``, those of an int8 cache with its scales, whatever the dtype."""
         dims = self.key_dim + self.value_dim
         return self.num_layers * self.num_kv_heads * (dims + 2 * SCALE_BYTES if int8 else dims * dtype_bytes)
 
     def step_bytes(self, dtype_bytes: int, max_batch_size: int, max_batch_tokens: int) -> int:
-        """What a full step holds at its peak beside weights and cache: one layer's activations, the logits, what choosing tokens
-        takes, and what it makes numbers of a weight in int8, in float32 and in the dtype.
+        """Most memory of a full step beside weights and cache, in bytes.
+
+        The sum of one layer's activations, the logits with what sampling needs (`SAMPLING_BYTES`), and the int8 weights dequantized
+        at once: in float32 and, if it is another one, in the dtype.
         """
         projections = (self.num_heads + self.num_kv_heads) * self.key_dim + self.num_kv_heads * self.value_dim
         widths = 3 * self.hidden_size + projections + 3 * self.intermediate_size
@@ -97,8 +101,8 @@ class Sizing:
     """How a device's memory is used, in bytes.
 
     Attributes:
-        step_bytes: what a full step needs, of ``left_bytes``.
-        left_bytes: what the cache leaves over, for steps and CUDA graphs.
+        step_bytes: the part of ``left_bytes`` that a full step needs.
+        left_bytes: what the cache leaves, for steps and CUDA graphs.
         concurrency: request length (prompt + output, tokens) -> how many such requests run at once, at most ``max_batch_size``.
     """
 
@@ -127,7 +131,7 @@ def size(
 ) -> Sizing:
     """Divide ``memory_bytes`` of a GPU between weights, a step, CUDA graphs and the KV cache.
 
-    Raises `ValueError` where no room is left for a block of KV cache.
+    Raises `ValueError` if no room is left for a block of KV cache.
     """
     weight_bytes = shape.weight_bytes(dtype_bytes)
     kv_bytes_per_token = shape.kv_bytes_per_token(dtype_bytes, int8=int8_cache)
@@ -168,7 +172,7 @@ def _lengths(max_model_len: int) -> list[int]:
 def read_shape(model: str, *, int8_weights: bool = False, trust_remote_code: bool = False) -> ModelShape:
     """The shape of a folder, hub id, ``.gguf`` file or ``demo``; loads no weights.
 
-    Raises `ModelUnavailable` where there is no such model, none that transformers knows, or none whose weights are stored in int8.
+    Raises `ModelUnavailable` if there is no such model, transformers does not know it, or its weights are not stored in int8.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,7 @@
-"""A trace of each request, made at its end from the times that were noted anyway: no step waits for it.
+"""A trace of each request, made at its end from times that are recorded anyway: no step waits for it.
 
-Times are Redis's, as everywhere in a request's life. Names of attributes are those of OpenTelemetry's conventions for
-generative AI, and beside them vLLM's where it has its own. No user text is in them.
+Times are Redis's, as everywhere in a request's life. Attribute names are those of OpenTelemetry's conventions for
+generative AI, and vLLM's own in addition. They hold no user text.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from worker.stream.ledger import Outcome
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-FLUSH_S = 3.0  # how long a worker that ends tries to get its last traces away
+FLUSH_S = 3.0  # how long an ending worker tries to send its last traces
 MAX_FIELD_BYTES = 512  # of traceparent, and of tracestate; longer ones are ignored
 _OPERATIONS = {"generate": "text_completion", "score": "text_completion", "embed": "embeddings"}
 
 
 @contextmanager
 def exporting_to(url: str, config: WorkerConfig) -> Iterator[RequestTracer]:
-    """Traces go to ``url`` as OTLP over HTTP, in batches and from a thread of their own; the last ones at the end of the ``with``, which
-    waits `FLUSH_S` for them.
+    """Send traces to ``url`` as OTLP over HTTP, in batches and from a thread of their own; the end of the ``with`` waits up to
+    `FLUSH_S` for the last ones.
 
     Raises:
-        ValueError: the URL is none of HTTP's, or ``headrace[otel]`` is not installed.
+        ValueError: the URL is not an HTTP one, or ``headrace[otel]`` is not installed.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise ValueError("otlp_traces_endpoint must be a URL of HTTP, such as http://collector:4318/v1/traces")
@@ -66,10 +66,10 @@ class RequestTracer:
     def __init__(self, provider: TracerProvider, queue: str) -> None:
         self._tracer = provider.get_tracer("headrace", __version__)
         self._queue = queue
-        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it would log a malformed tracestate: the caller's text
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it would log malformed text of the caller's
 
     def record(self, active: ActiveRequest, became: Outcome) -> None:
-        """A span from enqueueing to now, and within it one for each part of its life that it reached."""
+        """A span from enqueueing to now, and within it one for each phase that the request reached."""
         from opentelemetry import trace
 
         start = active.start
@@ -105,7 +105,7 @@ class RequestTracer:
 
 
 def _carried_context(entry: Mapping[bytes, bytes]) -> Any:
-    """The trace that the request's entry carries; an empty context where it carries none, or a malformed one."""
+    """The trace context in the request's entry; empty if there is none, or a malformed one."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -115,7 +115,7 @@ def _carried_context(entry: Mapping[bytes, bytes]) -> Any:
 
 
 def _queue_end_ns(active: ActiveRequest, start: Start) -> int:
-    """Where it never had a step, when it was begun: that is when its end was decided."""
+    """The first step or, if there was none, when the request was begun, which is when its end was decided."""
     if active.resumed and active.delivery.started_ms is not None:
         return active.delivery.started_ms * 1_000_000
     return start.redis_ns(start.begun_s if active.first_step_s is None else active.first_step_s)
@@ -131,7 +131,7 @@ def _parts(active: ActiveRequest, start: Start) -> dict[str, tuple[int, int]]:
 
 
 def _asked(active: ActiveRequest) -> dict[str, Any]:
-    """What was asked for, and how much was done of it; nothing where it did not come to the engine."""
+    """What was asked for, and how much of it was done; nothing if it did not reach the engine."""
     outputs = active.outputs
     if outputs is None:
         return {}

@@ -11,14 +11,14 @@ from worker.engine_api import Detokenizer
 class Transcript:
     """Output tokens and their text; used by one thread at a time.
 
-    Text is published in pieces that end where a frame's tokens end. Those places are remembered, because Redis may say at
-    any time that fewer tokens stand published than were (it lost its last writes) or more (our call's reply was lost), and
-    publishing then goes on from there, with no gap and no repeat.
+    Text is published in pieces that end where a frame's tokens end. Those places are remembered, because Redis may report at
+    any time that fewer tokens are published than we know (it lost its last writes) or more (our call's reply was lost).
+    Publishing then continues from there, with no gap and no repeat.
 
     Attributes:
         token_ids: all output tokens, those of earlier attempts first.
-        logprobs: one for each token, or None where they are not wanted.
-        text: what has been detokenised; it may lag the tokens.
+        logprobs: one per token, or None if they are not wanted.
+        text: what has been detokenised; it may lag behind the tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer, *, logprobs: bool) -> None:
@@ -48,7 +48,7 @@ class Transcript:
             self.text = self._detokenizer.push(self.token_ids, finished=False).text
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None, *, finished: bool) -> str | None:
-        """Add a step's tokens. Returns the stop string where they completed one; tokens after it are dropped then."""
+        """Add a step's tokens. Returns the stop string if they complete one; tokens after it are then dropped."""
         delta = self._detokenizer.push(token_ids, finished=finished)
         kept = delta.num_tokens_kept
         self._extend(token_ids[:kept], logprobs[:kept] if logprobs is not None else None)
@@ -63,9 +63,9 @@ class Transcript:
         return Chunk(text=self.text[characters:], token_ids=self.token_ids[first:], index=first, logprobs=logprobs)
 
     def stands_published(self, num_tokens: int) -> None:
-        """Redis says how many tokens stand published: go on from there.
+        """Redis says how many tokens are published: continue from there.
 
-        Where no frame of ours or of an earlier attempt ended there, what stands is not ours, and nothing more is published.
+        If no frame of ours or of an earlier attempt ended there, what is published is not ours, and nothing more is published.
         """
         self._published = num_tokens if num_tokens in self._ends else len(self.token_ids)
 
@@ -75,5 +75,5 @@ class Transcript:
             self.logprobs += logprobs
 
     def _characters(self, num_tokens: int) -> int:
-        """Characters of text published with the first ``num_tokens`` tokens, which some frame ended with."""
+        """Characters of text published with the first ``num_tokens`` tokens, at the end of some frame."""
         return self._ends[num_tokens]

@@ -1,6 +1,6 @@
 """Joins the two halves: requests come in from Redis, the engine runs them, replies go back.
 
-Four threads, each the owner of what it works on; all but the engine's talk to Redis, by one client and its pool of connections:
+Four threads, each of which owns what it works on. All except the engine's talk to Redis, through one client and its connection pool:
 
     intake      streams -> registry -> engine       (worker/intake.py)
     engine      batch, KV cache, device             (worker/engine_loop.py)
@@ -36,7 +36,7 @@ from worker.stream.heartbeat import Heartbeat, eviction_policy
 from worker.stream.ledger import Ledger
 from worker.stream.trouble import TROUBLE, Outage
 
-ENGINE_STOP_S = 5.0  # how long the step that runs may take at the end, before the requests are handed back without it
+ENGINE_STOP_S = 5.0  # how long to wait for the last step before the requests are handed back without it
 BEATS_MISSED = 3
 
 log = structlog.get_logger("headrace.worker")
@@ -46,12 +46,12 @@ class Worker:
     """One worker: serves one queue with one engine until it is told to stop.
 
     Args:
-        load_engine: makes the engine, with the model of a name, or with the worker's own where that is ''. Called in the
+        load_engine: makes the engine with the model of a name, or with the worker's own if that is ''. Called in the
             engine's own thread, while the heartbeat already says ``starting`` or ``reloading``.
         metrics: where to count; None makes a registry of its own.
-        on_step: called after each step with what the scheduler holds then, in the engine's thread; must not block.
-        on_end: called after each request's end, and with what became of its reply, in the publisher's thread; must not block.
-        check_model: raises where a reload to the model of a name is sure to fail; called while another model serves.
+        on_step: called in the engine's thread after each step, with what the scheduler then holds; must not block.
+        on_end: called in the publisher's thread after each request's end, with what became of its reply; must not block.
+        check_model: raises if a reload to the model of a name is sure to fail; called while another model serves.
 
     Example::
 
@@ -106,7 +106,7 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """``starting``, ``running``, ``reloading`` (it reads no more until then), ``draining``, ``wedged`` or ``failed``."""
+        """``starting``, ``running``, ``reloading`` (it reads nothing until that is done), ``draining``, ``wedged`` or ``failed``."""
         if self._guard.failure is not None:
             return "failed"
         if self._draining:
@@ -118,12 +118,12 @@ class Worker:
         return "reloading" if self._reloader.active else "running"
 
     def request_stop(self) -> None:
-        """Drain; asked a second time, hand everything back now. May be called from a signal handler."""
+        """Drain; on a second call, hand everything back now. May be called from a signal handler."""
         self._stops_asked += 1
         self._wake()
 
     def request_reload(self, order: Reload) -> None:
-        """Serve another model, or the same one loaded anew, losing no request. May be called from a signal handler."""
+        """Serve another model, or load the same one again, without losing a request. May be called from a signal handler."""
         self._reloader.ask(order)
 
     def run(self) -> int:
@@ -146,7 +146,7 @@ class Worker:
         return 0 if failure is None else 1
 
     def _serve(self) -> None:
-        """Until the first order to stop."""
+        """Serve until the first order to stop."""
         self._await(lambda: self.loop.ready and self._keeper.await_start(0.0))
         if not self._over():
             self._warn_of_eviction()
@@ -158,7 +158,7 @@ class Worker:
                 self._keeper.beat_soon()
 
     def _tell_model(self) -> None:
-        engine = self.loop.engine  # not in `_serve`, whose variables live on when another engine has taken over
+        engine = self.loop.engine  # not in `_serve`, whose variables would outlive this engine after a reload
         self._metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
         log.info("worker running", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **engine.kernels)
 
@@ -178,7 +178,7 @@ class Worker:
             time.sleep(0.02)
 
     def _drain(self) -> None:
-        """Finish what runs, for as long as there is time."""
+        """Finish what runs while there is time."""
         self._intake.stop()
         self._draining = True
         self._keeper.beat_soon()
@@ -189,14 +189,14 @@ class Worker:
     def _end(self) -> None:
         if not self.loop.stop(ENGINE_STOP_S):
             log.warning("the engine is in a step and is left behind")
-        self._keeper.stop()  # a lease renewed after it was handed back would be ours again
+        self._keeper.stop()  # a lease renewed after its request was handed back would be ours again
         try:
             self._publisher.hand_back(crashed=self._guard.failure is not None)
             self._heartbeat.stop()
             self._ledger.reap([self.config.name])
         except TROUBLE as error:
             log.warning("heartbeat left to expire", error=type(error).__name__)
-        except Exception as error:  # what made the publisher fail may do so again; leases will lapse
+        except Exception as error:  # what made the publisher fail may do so again; the leases will lapse
             log.error("requests could not be handed back", **described(error))
         self._client.close()
 

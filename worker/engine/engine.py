@@ -116,7 +116,7 @@ class Engine:
         self._requests.update((request.id, request) for request in requests)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; one that is not there is no error. No output follows."""
+        """Forget a request; an unknown one is not an error. No output follows."""
         request = self._requests.get(request_id)
         if request is not None:
             self._ended_early = [output for output in self._ended_early if output.request is not request]
