@@ -1,9 +1,9 @@
-"""Decides who enters the batch. Pure bookkeeping: neither torch nor redis.
+"""Decides which requests enter the batch. Pure bookkeeping: neither torch nor redis.
 
-Realtime requests are guaranteed: admitted only where every block they can need is there or can be had by preempting.
-Batch requests take what is left, may promise `EngineConfig.batch_overcommit` times that, and give way to
-realtime down to the tier's floor. So that realtime cannot starve them, one that enters while no other runs is guaranteed
-too, and realtime leaves room for that (`_batch_reserve`).
+Realtime requests are guaranteed: admitted only if every block they can need is available or can be freed by preempting.
+Batch requests take what is left, may be promised `EngineConfig.batch_overcommit` times that, and give way to
+realtime down to the tier's floor. To prevent starvation, a batch request that enters while no other runs is guaranteed
+too, and realtime leaves room for it (`_batch_reserve`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from worker.engine.request import Request, RequestStatus
 from worker.engine.running import RunningSet
 from worker.engine.step import Step, StepPlan
 
-MAX_PUT_ASIDE = 4  # requests a step that wait for a prefix in flight; bounds what looking past them costs
+MAX_PUT_ASIDE = 4  # requests per step that wait for a prefix in flight; bounds the cost of looking past them
 WATERMARK = 0.01  # share of all blocks that stays available after a batch request is admitted
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the tiers are entitled to, out of slots, blocks and tokens a step.
+    """The tiers' shares of slots, blocks and tokens per step.
 
     Attributes:
         batch_slots, batch_blocks, batch_tokens: what realtime's reservation leaves to the batch tier while realtime is busy.
-        floor_slots, floor_tokens: what the batch tier keeps; no slots mean that it may starve.
+        floor_slots, floor_tokens: what the batch tier keeps; 0 slots mean that it may starve.
     """
 
     batch_slots: int
@@ -55,11 +55,11 @@ class Shares:
 
 
 def _share(part: float, whole: int) -> int:
-    return int(part * whole + 1e-9)  # 0.1 of 10 is 1, whatever 1.0 - 0.9 gives
+    return int(part * whole + 1e-9)  # 0.1 of 10 is 1, despite the rounding of 1.0 - 0.9
 
 
 class Admission:
-    """Moves requests from the waiting queues to the running set; knows every rule on who may."""
+    """Moves requests from the waiting queues to the running set, and holds all the rules for that."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class Admission:
         self._mean_blocks += (request.max_blocks - self._mean_blocks) / 16
 
     def note_finished(self, request: Request, was: RequestStatus) -> None:
-        """A request, until now in status ``was``, has just finished: those refused before are worth another look."""
+        """A request, until now in status ``was``, has just finished: those refused before may fit now."""
         if was is RequestStatus.RUNNING and request.tier == "batch":
-            self._batch_has_turn = False  # it has had it, though it was promised nothing
+            self._batch_has_turn = False  # it has had its turn, although it was not guaranteed
         self._epoch += 1
 
     def admit_realtime(self, step: Step) -> Request | None:
-        """Admit the next realtime request if a slot and all of its blocks can be had; None where not."""
+        """Admit the next realtime request if there are a slot and all of its blocks; else None."""
         free_slots = self._max_batch_size - len(self._running) - self._unfilled_floor()
         if free_slots <= 0 and self._running.count["batch"] <= self._shares.floor_slots:
             return None
@@ -118,10 +118,10 @@ class Admission:
         return self._enter(queue, step, prefix, guaranteed=True)
 
     def admit_batch(self, step: Step) -> Request | None:
-        """Admit the next batch request if it fits beside what realtime is entitled to; None where not.
+        """Admit the next batch request if it fits beside realtime's share; else None.
 
-        A step that preempts admits none: it would be the one that was preempted. A step that swaps in admits no
-        newcomer: it might take blocks that make what was swapped in give way again before it is copied.
+        A step that preempts admits none: it would be the preempted request again. A step that swaps in admits no
+        newcomer: it might take blocks, so that the swapped request gives way again before it is copied.
         """
         if step.plan.preempted:
             return None
@@ -142,7 +142,7 @@ class Admission:
         return self._enter(queue, step, prefix, guaranteed=False)
 
     def admit_static(self, step: Step) -> Request | None:
-        """Admit the next request of any tier to a static batch, where all are guaranteed; None where it does not fit."""
+        """Admit the next request of any tier to a static batch, in which all are guaranteed; None if it does not fit."""
         queue = next((queue for queue in self._queues if len(queue)), None)
         request = queue.peek() if queue is not None else None
         if queue is None or request is None or len(self._running) >= self._max_batch_size:
@@ -155,7 +155,7 @@ class Admission:
         return not step.plan.preempted and self._unfilled_floor() > 0
 
     def put_back(self, step: Step) -> None:
-        """Return to the queues those that were put aside in this step."""
+        """Return the requests put aside in this step to the queues."""
         for request in step.put_aside:
             self._queues.of(request).push(request, lift=False)
 
@@ -171,13 +171,13 @@ class Admission:
             blocks = int(self._overcommit * (self._num_blocks - self._blocks.num_committed)) - self._blocks.num_best_effort_demand
             allowance = 0 if len(self._queues.realtime) else allowance
         by_blocks = int((blocks - waiting_blocks) / self._mean_blocks)
-        at_least = 1 if not waiting and slots > 0 else 0  # so that the next one's need is known
+        at_least = 1 if not waiting and slots > 0 else 0  # so that the next one's need becomes known
         return max(at_least, min(slots + allowance - waiting, by_blocks))
 
     def _waiting_before(self, tier: Tier) -> tuple[int, int]:
-        """Requests of a tier, and the blocks they need, that stand before the next one to be fetched.
+        """How many requests of a tier are ahead of the next one to be fetched, and the blocks they need.
 
-        While realtime is busy the oversized of the batch tier stand before nobody; a batch of them at most is held meanwhile.
+        While realtime is busy the oversized requests of the batch tier do not count; at most one batch of them is held meanwhile.
         """
         queues = self._queues
         if tier == "realtime" or self.realtime_is_quiet:
@@ -185,7 +185,7 @@ class Admission:
         return len(queues.batch) + max(len(queues.oversized) - self._max_batch_size, 0), queues.batch.num_blocks
 
     def _next(self, queue: WaitingQueue, step: Step) -> Request | None:
-        """The head of a queue, past those whose next block is in flight; None if it was refused and nothing changed since."""
+        """The first of a queue whose next block is not in flight; None if it was refused and nothing has changed since."""
         while (request := queue.peek()) is not None:
             if self._refused.get(queue) == (request, self._epoch):
                 return None
@@ -210,7 +210,7 @@ class Admission:
         return request
 
     def _make_room_to_swap_in(self, request: Request, prefix: Prefix, plan: StepPlan) -> None:
-        """Whoever gives way for it may have been the last to hold some of its prefix, which is then taken from what is available."""
+        """A request that gives way may have been the last holder of some of its prefix, which then comes from the available blocks."""
         num_swapped_in = len(request.cpu_block_ids) - len(prefix.block_ids)
         while self._blocks.pool.num_available < (needed := num_swapped_in + self._blocks.num_idle(prefix.block_ids)):
             reclaimed = self._preemption.reclaim(needed, plan)
@@ -226,9 +226,9 @@ class Admission:
         return self._blocks.num_committed + needed + reserve <= self._num_blocks
 
     def _fits_best_effort(self, request: Request, prefix: Prefix) -> bool:
-        """Whether what a batch request needs now is there, and what it may come to need is not promised too often.
+        """Whether the blocks that a batch request needs now are there, and those that it may need later are not promised too often.
 
-        To one that was preempted before nothing is promised that another was: it might run out again.
+        One that was preempted before gets no overcommitted blocks: it might run out again.
         """
         blocks, watermark = self._blocks, self._watermark if len(self._running) else 0
         capacity = self._num_blocks - blocks.num_committed
@@ -253,7 +253,7 @@ class Admission:
         return min(self._shares.floor_slots, self._running.count["batch"] + len(self._queues.batch))
 
     def _batch_reserve(self, request: Request) -> int:
-        """Blocks that a realtime request must leave to the eldest batch request, while none is guaranteed."""
+        """Blocks that a realtime request must leave to the oldest batch request, while none is guaranteed."""
         if not self._shares.floor_slots or self._running.guaranteed_batch is not None:
             return 0
         if self._is_oversized(request) and not self._batch_has_turn:
@@ -265,5 +265,5 @@ class Admission:
         return self._shares.floor_slots > 0 and request.max_blocks <= self._shares.batch_blocks
 
     def _is_oversized(self, request: Request) -> bool:
-        """Whether a realtime request needs blocks that are the batch tier's share."""
+        """Whether a realtime request needs blocks from the batch tier's share."""
         return request.max_blocks > self._num_blocks - self._shares.batch_blocks

@@ -1,4 +1,4 @@
-"""Arithmetic that Python has no word for."""
+"""Arithmetic that Python has no function for."""
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,7 +1,7 @@
-"""Who holds which blocks, and who may come to need how many. Pure bookkeeping: neither torch nor redis.
+"""Which requests hold which blocks, and how many they may still need. Pure bookkeeping: neither torch nor redis.
 
-A *guaranteed* request was promised every block it can ever need, and admission keeps ``committed <= num_blocks``; any
-other (*best effort*) may find that there is none left, and is preempted then. Blocks are taken as tokens are scheduled, so a
+A *guaranteed* request was promised every block it can ever need, and admission keeps ``committed <= num_blocks``. Any
+other (*best effort*) may find that no block is left, and is then preempted. Blocks are taken as tokens are scheduled, so a
 sequence wastes at most the end of its last block.
 """
 
@@ -22,7 +22,7 @@ class Prefix(NamedTuple):
     Attributes:
         block_ids: in order; found in the prefix index, or held since `BlockManager.fork`.
         node: of the whole prefix in the index.
-        num_idle: how many of the blocks are cached, so that using them makes them unavailable to others.
+        num_idle: how many of the blocks are cached, and so become unavailable to others when they are used.
         num_unguaranteed: how many of the blocks are not guaranteed yet.
     """
 
@@ -33,7 +33,7 @@ class Prefix(NamedTuple):
 
 
 class BlockManager:
-    """Owns the block tables (`Request.block_ids`, `Request.cpu_block_ids`), and counts what is still to be taken.
+    """Owns the block tables (`Request.block_ids`, `Request.cpu_block_ids`), and counts the blocks still to be taken.
 
     Args:
         num_blocks: blocks of the KV cache.
@@ -49,7 +49,7 @@ class BlockManager:
         self.num_prefix_hits = 0
         self._index = index
         self._outstanding_guaranteed = 0  # blocks promised to guaranteed requests, not yet taken
-        self._outstanding_best_effort = 0  # blocks that best-effort requests may come to need
+        self._outstanding_best_effort = 0  # blocks that best-effort requests may still need
         self._forked: dict[Request, None] = {}  # waiting requests that hold blocks
 
     @property
@@ -63,12 +63,12 @@ class BlockManager:
 
     @property
     def num_best_effort_demand(self) -> int:
-        """Blocks that best-effort requests hold, shared with no guaranteed one, or may come to need."""
+        """Blocks that best-effort requests hold without sharing them with a guaranteed one, or may still need."""
         return self.pool.num_used - self.pool.num_guaranteed + self._outstanding_best_effort
 
     @property
     def num_spare(self) -> int:
-        """Available blocks that no guaranteed request is going to take; may be negative."""
+        """Available blocks that no guaranteed request will take; may be negative."""
         return self.pool.num_available - self._outstanding_guaranteed
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -76,7 +76,7 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def lookup(self, request: Request) -> Prefix:
-        """The longest computed prefix that a waiting request can start with. Changes nothing but `Request.block_keys`."""
+        """The longest computed prefix that a waiting request can start with. Changes only `Request.block_keys`."""
         if request.block_ids:
             return self._describe(request.block_ids, ROOT)
         if self._index is None:
@@ -94,7 +94,7 @@ class BlockManager:
         return self._describe(block_ids, node)
 
     def num_idle(self, block_ids: Sequence[int]) -> int:
-        """How many of the blocks nobody holds."""
+        """How many of the blocks no request holds."""
         return sum(self.pool.ref_count(block_id) == 0 for block_id in block_ids)
 
     def awaits(self, request: Request, in_flight: Set[bytes]) -> bool:
@@ -111,7 +111,7 @@ class BlockManager:
         return request.block_keys[request.num_computed_tokens // self.block_size : end // self.block_size]
 
     def admit(self, request: Request, prefix: Prefix, *, guaranteed: bool) -> list[tuple[int, int]]:
-        """Give a request its prefix; the rest it takes as it grows. Returns the pairs to swap in: (CPU block, block).
+        """Give a request its prefix; it takes the rest as it grows. Returns the pairs to swap in: (CPU block, block).
 
         A swapped request takes the blocks of its computed tokens at once; they must be available.
         """
@@ -145,7 +145,7 @@ class BlockManager:
         assert len(request.block_ids) <= request.max_blocks, f"{request.id} outgrows its max_blocks"
 
     def release(self, request: Request) -> None:
-        """Take back everything that a request holds or could still take, in whatever status it is."""
+        """Take back everything that a request holds or could still take, whatever its status."""
         if request.status is RequestStatus.RUNNING:
             self._add_outstanding(request, len(request.block_ids) - request.max_blocks)
         self._forked.pop(request, None)
@@ -180,7 +180,7 @@ class BlockManager:
         request.num_indexed_blocks = first + len(contents)
 
     def forget(self, request: Request) -> None:
-        """Take the blocks that a request holds out of the prefix index. Those who share them keep them."""
+        """Remove the blocks that a request holds from the prefix index. Requests that share them keep them."""
         for block_id in request.block_ids:
             if self._index is not None and block_id in self._index:
                 self._index.drop(block_id)
@@ -195,7 +195,7 @@ class BlockManager:
             child.block_ids = block_ids
 
     def drop_forked(self) -> bool:
-        """Take back the blocks that one waiting request holds; False where none holds any."""
+        """Take back the blocks that one waiting request holds; False if none holds any."""
         if not self._forked:
             return False
         request, _ = self._forked.popitem()
@@ -204,7 +204,7 @@ class BlockManager:
         return True
 
     def assert_idle(self) -> None:
-        """Nobody holds a block, and nobody is to take one."""
+        """Assert that no request holds a block or was promised one."""
         pool = self.pool
         assert pool.num_free + pool.num_cached == pool.num_blocks, "a block was lost"
         assert pool.num_guaranteed == 0

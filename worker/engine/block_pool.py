@@ -2,7 +2,7 @@
 
 Fixed-size blocks and reference counts after PagedAttention (Kwon et al. 2023). A block is *used* while a request's
 block table holds it, *cached* while none does but its content may serve a later request with the same prefix, else
-*free*; ``free + cached + used == total`` at all times. Every operation is O(1) a block.
+*free*; ``free + cached + used == total`` at all times. Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker.engine.prefix_index import PrefixIndex
 class BlockPool:
     """Hands out, shares and takes back the blocks ``0..num_blocks-1``.
 
-    A reference may be *guaranteed*: its holder was promised its blocks, so they cannot be had by preempting it.
+    A reference may be *guaranteed*: its holder was promised its blocks, so it is never preempted to free them.
 
     Args:
         num_blocks: blocks of the KV cache.
@@ -42,7 +42,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free, and cached ones that nobody uses."""
+        """Blocks that `allocate` can hand out: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -57,7 +57,7 @@ class BlockPool:
         return self._guarantees[block_id] > 0
 
     def allocate(self, count: int, *, guaranteed: bool) -> list[int] | None:
-        """Take ``count`` blocks of undefined content, free ones first; None where there are not that many."""
+        """Take ``count`` blocks of undefined content, free ones first; None if there are not that many."""
         if count > len(self._free) + len(self._cached):
             return None
         block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -84,7 +84,7 @@ class BlockPool:
             self._guarantees[block_id] += 1
 
     def release(self, block_ids: Sequence[int], *, guaranteed: bool) -> None:
-        """Drop a reference to each block of a table. Its end is the first to be evicted: a prefix is worth more than its tail."""
+        """Drop a reference to each block of a table. The end of the table is evicted first: a prefix is worth more than its tail."""
         for block_id in reversed(block_ids):
             assert self._refs[block_id] > 0, "released more often than held"
             self._refs[block_id] -= 1
@@ -117,10 +117,10 @@ class BlockPool:
 
 
 class CpuBlockPool:
-    """The blocks of CPU memory that preempted requests are swapped to.
+    """The blocks of CPU memory to which preempted requests are swapped.
 
-    A step copies out before it copies in, so a block that this step copies in is not written by the same step:
-    what is taken back becomes free only with `settle`.
+    A step copies out before it copies in, so a block from which this step copies in must not be written by the same step:
+    released blocks become free only with `settle`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -138,7 +138,7 @@ class CpuBlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks; None where there are not that many."""
+        """Take ``count`` blocks; None if there are not that many."""
         if count > len(self._free):
             return None
         return [self._free.pop() for _ in range(count)]

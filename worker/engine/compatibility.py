@@ -1,6 +1,6 @@
-"""Refuses models that this engine would run wrongly, by what their configuration and their class say.
+"""Refuses models that this engine would run wrongly, by their configuration and their class.
 
-What these do not say is found in `attention.layers`, by what the model's attention is called with, and in `probe`, by numbers.
+What these do not show is found in `attention.layers`, from the arguments of the model's attention, and in `probe`, by numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ALIBI_MODELS = frozenset({"bloom", "mpt"})
 
 
 def check_config(config: Any) -> None:
-    """Refuse by what the configuration of the text model says.
+    """Refuse by the configuration of the text model.
 
     Raises:
         ModelUnavailable: the message says why.
@@ -39,7 +39,7 @@ def check_config(config: Any) -> None:
 
 
 def check_architecture(config: Any, *, trust_remote_code: bool = False) -> None:
-    """Refuse by the class that transformers makes of a configuration. A class of the model's own code is seen once it is loaded.
+    """Refuse by the class that transformers makes of a configuration. A class in the model's own code is checked once it is loaded.
 
     Raises:
         ModelUnavailable: the message says why.
@@ -55,7 +55,7 @@ def check_architecture(config: Any, *, trust_remote_code: bool = False) -> None:
 
 
 def check_class(model_class: type, config: Any) -> None:
-    """Refuse by what the model's class says.
+    """Refuse by the model's class.
 
     Raises:
         ModelUnavailable: the message says why.
@@ -67,7 +67,7 @@ def check_class(model_class: type, config: Any) -> None:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of the rope parameters, which may be nested by layer type."""
+    """The types in the rope parameters, which may be nested by layer type."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return {str(name) for part in parts if (name := part.get("rope_type") or part.get("type"))}

@@ -16,10 +16,10 @@ KVDtype = Literal["auto", "int8"]
 
 CPU_BATCH_TOKENS = 512
 CUDA_BATCH_TOKENS = 2048
-CUDA_GRAPH_BYTES = 512 << 20  # left to the graphs of a model: their pool, results, nodes in the driver, workspace of cuBLAS; an estimate
-GPU_KV_SHARE = 0.9  # the KV cache's by default, of the memory that weights, a step and graphs leave on a GPU
-SCALE_BYTES = 4  # beside a row of numbers in int8; in the KV cache a row is a token's key or value in one head
-PROBE_TOKENS = 32  # that a model computes at once at load, at least
+CUDA_GRAPH_BYTES = 512 << 20  # left for a model's graphs: their pool, results, nodes in the driver, cuBLAS workspace; an estimate
+GPU_KV_SHARE = 0.9  # default share for the KV cache of the memory that weights, a step and graphs leave on a GPU
+SCALE_BYTES = 4  # per row of int8 numbers; in the KV cache a row is a token's key or value in one head
+PROBE_TOKENS = 32  # the fewest tokens that a model computes in one call at load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,32 +29,32 @@ class EngineConfig:
     Attributes:
         model: ``demo`` (the embedded SmolLM2-135M-Instruct), a folder, a hub id, or a ``.gguf`` file.
         device: ``auto`` takes CUDA where present.
-        dtype: ``auto`` takes bfloat16 where the model is computed fast in it, else float32.
-        quantization: ``int8`` stores the weights of linear layers so, a scale an output; what they compute stays in ``dtype``.
-            Of no effect on a model that is given to the engine in memory.
-        kv_dtype: ``auto`` keeps keys and values in ``dtype``; ``int8`` keeps them so, a scale a token and head.
+        dtype: ``auto`` takes bfloat16 if the model runs fast in it, else float32.
+        quantization: ``int8`` stores the weights of linear layers in int8, one scale per output channel; they compute in ``dtype``.
+            No effect on a model that is given to the engine in memory.
+        kv_dtype: ``auto`` keeps keys and values in ``dtype``; ``int8`` keeps them in int8, one scale per token and head.
         max_batch_size: most requests in one step.
         max_batch_tokens: most tokens computed in one step, decodes and prefill chunks together; 0 leaves it to the device (`for_device`).
         max_model_len: context limit in tokens; None takes the model's.
         block_size: tokens in one KV block.
-        kv_memory_bytes: memory for the KV cache; ignored where ``num_blocks`` is given; None lets the device decide.
+        kv_memory_bytes: memory for the KV cache; ignored if ``num_blocks`` is given; None lets the device decide.
         num_blocks: blocks of the KV cache.
-        cpu_swap_blocks: blocks of CPU memory that preempted requests may be swapped to (0: recompute only).
+        cpu_swap_blocks: blocks of CPU memory to which preempted requests may be swapped (0: recompute only).
         enable_prefix_caching: keep and share the blocks of full, equal prefixes.
         policy: ``continuous``, or ``static`` (fill a batch, run it to its end).
-        realtime_reserved: share of slots, blocks and tokens a step that the batch tier must leave while realtime
+        realtime_reserved: share of slots, blocks and tokens per step that the batch tier must leave while realtime
             requests wait or run, 0..1.
-        realtime_step_ms: longest step, in ms, that batch work may cause while realtime requests wait or run; where their decodes alone
+        realtime_step_ms: longest step, in ms, that batch work may cause while realtime requests wait or run. If their decodes alone
             take longer, batch work may lengthen such a step by a quarter. Without realtime requests the bound is several times looser.
-            0: none.
-        batch_floor: share of slots and tokens a step that the batch tier keeps all the same, and then one of its requests
-            keeps its blocks, too, 0..1; 0 lets realtime starve it. Of a step that ``realtime_step_ms`` bounds, a share of what that holds.
-        batch_overcommit: how far the batch tier may promise more blocks than there are, as a factor (1: not at all).
+            0: no bound.
+        batch_floor: share of slots and tokens per step that the batch tier always keeps, 0..1; one of its requests then also
+            keeps its blocks. 0 lets realtime starve it. In a step that ``realtime_step_ms`` bounds, the share is of that bound.
+        batch_overcommit: how many times the existing blocks the batch tier may be promised (1: no more than there are).
         source_weights: share of service of a ``source`` relative to the others of its tier; 1 where not named.
         max_wait_ms: with ``static``, how long a batch waits to fill.
-        attention: ``auto`` takes the fastest kernels of ours for the device; ``torch``, the reference; ``flashinfer``, if installed.
+        attention: ``auto`` takes our fastest kernels for the device; ``torch``, the reference; ``flashinfer``, if installed.
         cuda_graphs: on CUDA, replay decode steps as captured graphs.
-        run_ahead: launch a step before the tokens of the one before it were read; None: on CUDA.
+        run_ahead: launch a step before the tokens of the previous one are read; None: on CUDA.
         seed: mixed into the noise of requests without a seed of their own.
         trust_remote_code: allow a hub model's own code to run.
     """
@@ -106,7 +106,7 @@ class EngineConfig:
             raise ValueError("max_batch_tokens must be at least max_batch_size, or a full batch could not decode in one step")
 
     def for_device(self, kind: str) -> EngineConfig:
-        """These settings with what they leave to the device, of torch's name for its kind."""
+        """These settings with the device's defaults filled in; ``kind`` is torch's name for the kind of device."""
         if self.max_batch_tokens:
             return self
         tokens = CUDA_BATCH_TOKENS if kind == "cuda" else CPU_BATCH_TOKENS
@@ -117,5 +117,5 @@ _CHOICES = {name: get_args(kind) for name, kind in get_type_hints(EngineConfig).
 
 
 def most_blocks(max_batch_size: int, max_model_len: int, block_size: int) -> int:
-    """KV blocks of a full batch of requests of full context: more are of no use."""
+    """KV blocks of a full batch of requests of full context: more would be useless."""
     return max_batch_size * ceil_div(max_model_len, block_size)

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: hundreds of kernel launches become one.
 
 On a small model the launches of an eager step take longer than the device needs for its work; a graph replays them all at once
-(CUDA graphs; vLLM and SGLang decode likewise). A graph's shapes and addresses are fixed, so there is one a batch size, of a few,
-over buffers that all share; a batch is padded to the next size.
+(CUDA graphs; vLLM and SGLang decode in the same way). A graph's shapes and addresses are fixed, so there is one for each of a few
+batch sizes, over buffers that all of them share. A batch is padded to the next size.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from worker.engine.attention.metadata import StepMetadata
 
 Decode = Callable[[Tensor, Tensor, StepMetadata, Tensor], tuple[Tensor, ...]]
-"""(input_ids [1, T], positions [1, T], metadata, rows whose logits are wanted) -> tensors with a row a token, without a wait for the
-device."""
+"""(input_ids [1, T], positions [1, T], metadata, rows whose logits are wanted) -> tensors with one row per token, without waiting for
+the device."""
 
 
 class Recording(Protocol):
-    """Work on the device that can be done again, on the same addresses."""
+    """Work on the device that can be repeated on the same addresses."""
 
     def replay(self) -> object: ...
 
@@ -43,12 +43,12 @@ class DecodeGraphs:
     """Graphs of decode steps, for the batch sizes 1, 2, 4, 8, ... and ``max_batch_size``.
 
     A padded row has slot -1 and length 0: the attention kernels neither write nor read the KV cache for it, so it cannot touch a
-    live block. Its other inputs are token 0 at position 0, and nobody looks at its logits.
+    live block. Its other inputs are token 0 at position 0, and its logits are not used.
 
     Args:
         decode: see `Decode`.
         max_batch_size: the largest batch that is replayed; larger ones are refused by `run`.
-        max_blocks: columns of a block table: blocks of the longest sequence there can be.
+        max_blocks: columns of a block table: blocks of the longest possible sequence.
         record: makes the recordings; by default CUDA graphs that share one memory pool.
     """
 
@@ -78,7 +78,7 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Capture every size, the largest first, so that the smaller ones fit into its memory.
 
-        Raises whatever the model does that a capture does not allow (a wait for the device, most likely).
+        Raises the error of whatever the model does that a capture does not allow (most likely a wait for the device).
         """
         for size in reversed(self._sizes):
             self._graph(size)
@@ -91,7 +91,7 @@ class DecodeGraphs:
             input_ids: ``[1, B]``; positions ``[1, B]``.
 
         Returns:
-            What `Decode` returns, of B rows, overwritten by the next replay; None where the batch is not of decodes alone or too large.
+            What `Decode` returns, of B rows, overwritten by the next replay; None if the batch is not of decodes alone, or is too large.
         """
         count = meta.seq_lens.shape[0]
         if meta.num_decodes < count or count > self._sizes[-1]:
@@ -117,7 +117,7 @@ class DecodeGraphs:
         self._pad_from(count)
 
     def _pad_from(self, count: int) -> None:
-        """Take the rows behind the batch out of use: whatever used them before may have given its blocks to others."""
+        """Disable the rows after the batch: the requests that used them before may have given their blocks to others."""
         self._ids[:, count:].zero_()
         self._positions[:, count:].zero_()
         self._slots[count:].fill_(-1)
@@ -138,10 +138,10 @@ class DecodeGraphs:
 
 
 class CudaGraphRecorder:
-    """Records into CUDA graphs whose memory is shared: one replays at a time. All of a device are recorded on one stream.
+    """Records into CUDA graphs that share memory: one replays at a time. All graphs of a device are recorded on one stream.
 
-    Nothing that waits for the device is let into a capture: it would break the capture off, and torch (2.13) then leaves the allocator
-    and the thread in it, so that no memory can be given back any more.
+    Nothing that waits for the device may enter a capture: it would abort the capture, and torch (2.13) then leaves the allocator
+    and the thread in capture mode, so that memory can never be released again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,10 +150,10 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> tuple[Recording, tuple[Tensor, ...]]:
-        """Run ``work`` twice, for its compilations and lazy set-up and to see that it waits for nothing, then record it.
+        """Run ``work`` twice, for compilation, lazy set-up and to check that it does not wait, then record it.
 
         Raises:
-            RuntimeError: it waits for the device, or cannot be captured; the thread is on the stream it was on.
+            RuntimeError: it waits for the device, or cannot be captured; the thread is back on its previous stream.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -169,22 +169,22 @@ class CudaGraphRecorder:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         finally:
-            torch.cuda.set_stream(current)  # torch does so itself only where the capture ends well
+            torch.cuda.set_stream(current)  # torch does so itself only if the capture succeeds
         return graph, result
 
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device for the process's life: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it was called on."""
+    """One per device for the process's life: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream on which it was called."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def waits_raise() -> Iterator[None]:
-    """Inside, what waits for a device raises RuntimeError; in all threads, since torch has one such mode."""
+    """Within this, waiting for a device raises RuntimeError; in all threads, since torch has only one such mode."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that the mode does not find every wait
+        warnings.simplefilter("ignore")  # torch's warning that the mode does not find every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -193,7 +193,7 @@ def waits_raise() -> Iterator[None]:
 
 
 def padded_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4, 8, ... below ``max_batch_size``, and itself."""
+    """1, 2, 4, 8, ... below ``max_batch_size``, and ``max_batch_size``."""
     sizes = []
     size = 1
     while size < max_batch_size:

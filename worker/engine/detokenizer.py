@@ -1,4 +1,4 @@
-"""One request's text, as its tokens come: whole characters only, and never a part of a stop string."""
+"""One request's text as its tokens come: only whole characters, and never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TextDelta:
 
     Attributes:
         text: to be published now; all deltas joined are the request's text.
-        stopped_by: the stop string that ended the output; its tokens count, its text does not. None while there is none.
-        num_tokens_kept: of the tokens of this push, how many belong to the output; fewer than all only where a stop string
+        stopped_by: the stop string that ended the output, if any; its tokens belong to the output, its text does not.
+        num_tokens_kept: how many tokens of this push belong to the output; fewer than all only if a stop string
             was completed before the last of them.
     """
 
@@ -27,15 +27,15 @@ class TextDelta:
 
 
 class Detokenizer:
-    """Incremental detokenising of one request. The result depends on the tokens alone, not on how they are pushed.
+    """Incremental detokenising of one request. The result depends only on the tokens, not on how they are pushed.
 
-    Text that may yet become a stop string is held back. A match counts if the token that completes it is at least
+    Text that may still become a stop string is held back. A match counts if the token that completes it is at least
     number ``min_tokens``; among the matches that a token completes, the one that starts first wins, then the shorter.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
         params: ``stop``, ``stop_token_ids`` and ``min_tokens`` matter here.
-        output_token_ids: of a resumed request, what was generated (and its text published) before. Deltas go on from there.
+        output_token_ids: of a resumed request, what was generated (and its text published) before. Deltas continue from there.
         eos_token_ids: with ``stop_token_ids``, the tokens that are in the output but not in the text.
     """
 
@@ -55,7 +55,7 @@ class Detokenizer:
 
     @property
     def emitted_text(self) -> str:
-        """All text published so far, that of the resumed tokens included."""
+        """All text published so far, including that of the resumed tokens."""
         return "".join(self._published)
 
     def push(self, token_ids: Sequence[int], finished: bool) -> TextDelta:
@@ -77,7 +77,7 @@ class Detokenizer:
         return TextDelta(ready, self.stopped_by, self.num_tokens - num_before)
 
     def _feed(self, text: str) -> str:
-        """Take decoded text; returns what may be published of what is held."""
+        """Take decoded text; returns the part of the held text that may be published."""
         if not self._stops or not text:
             return text
         num_old = len(self._held)
@@ -93,7 +93,7 @@ class Detokenizer:
         return ready
 
     def _find_stop(self, num_old: int) -> tuple[str | None, int]:
-        """The stop string found first, and where it starts; at least one of its characters lies after the first ``num_old``."""
+        """The stop string found first, and where it starts; at least one of its characters is after the first ``num_old``."""
         best: str | None = None
         best_start = len(self._held)
         for stop in self._stops:
@@ -103,7 +103,7 @@ class Detokenizer:
         return best, best_start
 
     def _num_undecided(self) -> int:
-        """Length of the longest end of the held text that some stop string begins with."""
+        """Length of the longest end of the held text with which some stop string begins."""
         for length in range(min(self._lookback, len(self._held)), 0, -1):
             end = self._held[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):

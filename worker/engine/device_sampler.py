@@ -1,6 +1,6 @@
-"""Chooses tokens without the host waiting for the device, for a step to follow that is launched before they are read.
+"""Chooses tokens without the host waiting for the device, so that the next step can be launched before they are read.
 
-The same rules as `sampler`, in a form without data-dependent shapes: every token of a row gets its noise, where `sampler` makes
+The same rules as `sampler`, in a form without data-dependent shapes: every token of a row gets its noise, while `sampler` makes
 noise for few. What needs the host (penalties, grammars, log-probabilities) is left to `sampler`; see `is_device_sampled`.
 """
 
@@ -21,7 +21,7 @@ from worker.engine.penalties import adjusts
 from worker.engine.request import Request
 from worker.engine.sampler import MIN_TEMPERATURE
 
-_MOST_SELECTED = 1024  # a larger top-k sorts the whole vocabulary, as top-p alone does
+_MOST_SELECTED = 1024  # a larger top-k sorts the whole vocabulary, as does top-p alone
 
 
 class DeviceTokens(NamedTuple):
@@ -46,7 +46,7 @@ def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceToken
 
     Args:
         logits: ``[rows, vocab]``, any float dtype. Not written to.
-        requests: one a row, each `is_device_sampled`.
+        requests: one per row, each `is_device_sampled`.
     """
     top, token_ids = logits.max(dim=-1)
     drawn = [row for row, request in enumerate(requests) if request.params.temperature >= MIN_TEMPERATURE]
@@ -61,7 +61,7 @@ def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceToken
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list as a tensor on the device; from pinned memory for CUDA, since a copy from any other waits for the stream."""
+    """A list as a tensor on the device; from pinned memory for CUDA, since a copy from other memory waits for the stream."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -97,7 +97,7 @@ def _floors(rows: SampledRows) -> Tensor:
 
 
 def _ranked(params: Sequence[SamplingParams], vocab: int) -> Iterator[tuple[list[int], int]]:
-    """Rows with a filter by rank, and how many of their greatest logits it has to see: those with a small top-k, then the others."""
+    """Rows with a filter by rank, and how many of their greatest logits it needs: those with a small top-k, then the others."""
     few = [row for row, p in enumerate(params) if 0 < p.top_k <= _MOST_SELECTED]
     if few:
         yield few, min(vocab, 1 << (max(params[row].top_k for row in few) - 1).bit_length())
@@ -107,7 +107,7 @@ def _ranked(params: Sequence[SamplingParams], vocab: int) -> Iterator[tuple[list
 
 
 def _ranked_floors(rows: SampledRows, floor: Tensor, size: int) -> Tensor:
-    """``[rows]``: the floors that top-k and top-p make of ``floor``, out of the ``size`` greatest logits of each row."""
+    """``[rows]``: ``floor`` raised by top-k and top-p, from the ``size`` greatest logits of each row."""
     device, vocab = rows.logits.device, rows.logits.shape[1]
     values = rows.logits.topk(size, dim=-1).values if size < vocab else rows.logits.sort(dim=-1, descending=True).values
     top_k = to_device([p.top_k if p.top_k > 0 else vocab for p in rows.params], torch.int64, device)[:, None]

@@ -1,4 +1,4 @@
-"""The engine: schedule, run, update, once a step. One thread owns it and the device.
+"""The engine: schedule, run, update, once per step. One thread owns it and the device.
 
 >>> from worker.engine import Engine
 >>> engine = Engine.load("demo")
@@ -39,7 +39,10 @@ log = structlog.get_logger("headrace.engine")
 
 
 class Engine:
-    """A model, its KV cache, and the requests that run on them. All methods but those of `inputs` belong to one thread.
+    """A model, its KV cache, and the requests that run on them.
+
+    All methods belong to one thread, except `make_detokenizer`; any thread may also read `config`, `inputs` (and call its methods) and
+    the names.
 
     Args:
         loaded: a model that is in memory already; None loads ``config.model``.
@@ -57,7 +60,7 @@ class Engine:
         self.config = config.for_device(self._loaded.device.type)
         self.runner = ModelRunner(self._loaded, self.config)
         self._clock = self.runner.clock
-        if loaded is None:  # one that was given may serve others too
+        if loaded is None:  # a model that was given may serve others too
             self.runner.free_unused_weights()
         self.inputs = _make_inputs(self._loaded, config.seed)
         self._make_scheduler()
@@ -87,7 +90,7 @@ class Engine:
 
     @property
     def kernels(self) -> Mapping[str, str | bool]:
-        """What serves its steps: the fields of `kernels.Kernels`."""
+        """What computes its steps: the fields of `kernels.Kernels`."""
         return self.runner.kernels._asdict()
 
     def decoder_seconds(self) -> dict[str, float]:
@@ -95,7 +98,7 @@ class Engine:
         return self.runner.decoder_seconds()
 
     def add(self, request: Request) -> None:
-        """Take a request in; one that brings output goes on behind it.
+        """Take a request in; one that has output already continues after it.
 
         Raises:
             InvalidRequest: its prompt has token ids that are not in the vocabulary.
@@ -127,10 +130,10 @@ class Engine:
         """Run one step.
 
         Returns:
-            What it did for each request that got something. Failures of single requests are among it.
+            What it did for each request that got something, including failures of single requests.
 
         Raises:
-            FatalDeviceError: the device is lost. Whatever else is raised is a fault of ours.
+            FatalDeviceError: the device is lost. Any other exception is a fault of ours.
         """
         with self.runner.on_device:
             return self._step()
@@ -144,18 +147,18 @@ class Engine:
         return max(0, self._scheduler.room(tier) - self._siblings.num_held(tier))
 
     def stats(self) -> SchedulerStats:
-        """Counts of this moment."""
+        """The present counts."""
         return self._scheduler.stats()
 
     def release_cache(self) -> None:
-        """Give back the memory of the KV cache, cached prefixes included, while there is no work; none may come until `restore_cache`."""
+        """Free the KV cache, including cached prefixes, while there is no work; none may come until `restore_cache`."""
         assert not self.has_work(), "a request would lose what it has computed"
         self._pending = None
         with self.runner.on_device:
             self.runner.release_cache()
 
     def restore_cache(self) -> None:
-        """Make an empty KV cache in the place of the one there is, while there is no work: as large as settings and free memory allow.
+        """Replace the KV cache by an empty one, while there is no work: as large as settings and free memory allow.
 
         Raises:
             ModelUnavailable: there is no memory for it.
@@ -174,7 +177,7 @@ class Engine:
         self._siblings = Siblings(self._scheduler)
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
-        """A detokeniser that goes on behind the output the request has now. Any thread may call this."""
+        """A detokeniser that continues after the request's present output. Any thread may call this."""
         return Detokenizer(self._loaded.tokenizer, request.params, request.output_token_ids, request.eos_token_ids)
 
     def generate(
@@ -183,14 +186,14 @@ class Engine:
         """Run prompts together to their end, without a queue.
 
         Args:
-            prompts: texts, or whole requests; one text alone counts as a list of one.
+            prompts: texts, or whole requests; a single text counts as a list of one.
             params: for the texts; or its fields as keywords.
 
         Returns:
-            One result a prompt, in order.
+            One result per prompt, in order.
 
         Raises:
-            HeadraceError: the first that any prompt met.
+            HeadraceError: the first error of any prompt.
         """
         params = params or SamplingParams.from_keywords(sampling)
         items = [prompts] if isinstance(prompts, str) else prompts
@@ -202,14 +205,14 @@ class Engine:
         return GenerateRequest(id=f"offline-{next(self._offline_ids)}", prompt=item, params=params)
 
     def _end_if_complete(self, request: Request) -> None:
-        """Take in the output that a request brings; where that is complete already, the next step says so."""
+        """Take in the output that a request has already; if that is complete, the next step says so."""
         if request.grammar is not None:
             request.grammar.catch_up(request.output_token_ids)
         finish_reason, stop_reason = _finish_reason(request)
         if finish_reason is not None:
             output = StepOutput(request, len(request.output_token_ids), [], finish_reason=finish_reason, stop_reason=stop_reason)
             self._ended_early.append(output)
-            request.move_to(RequestStatus.FINISHED)  # it never was the scheduler's
+            request.move_to(RequestStatus.FINISHED)  # the scheduler never had it
 
     def _take_ended_early(self) -> list[StepOutput]:
         outputs, self._ended_early = self._ended_early, []
@@ -253,7 +256,7 @@ class Engine:
         return self._update_all(plan, results)
 
     def _run_ahead(self, plan: StepPlan, ahead: RunAhead) -> list[StepOutput]:
-        """Launch the step, and only then read the tokens of the one before it."""
+        """Launch the step, and only then read the tokens of the previous one."""
         if not ahead.can_launch(plan):
             outputs = self._collect()
             rest = _unfinished(plan)
@@ -271,13 +274,13 @@ class Engine:
         return outputs
 
     def _collect(self) -> list[StepOutput]:
-        """Read the tokens of the step that was launched last; nothing where none was."""
+        """Read the tokens of the last launched step; nothing if there is none."""
         if self._pending is None:
             return []
         pending, self._pending = self._pending, None
         try:
             results = pending.result()
-        except RuntimeError as error:  # what fails behind a launch has failed on the device
+        except RuntimeError as error:  # an error after the launch has happened on the device
             raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
         self._clock.lap("wait")
         outputs = self._update_all(pending.plan, results)
@@ -286,7 +289,7 @@ class Engine:
         return outputs
 
     def _collect_if_idle(self) -> None:
-        """Where nobody is left, read what was launched for nobody: the time until somebody comes is not the device's idleness."""
+        """If no request is left, read the step that was launched for none: the time until the next arrival must not count as idle."""
         if not self._requests:
             self._collect()
 
@@ -295,9 +298,9 @@ class Engine:
         return [output for chunk, sampled in zip(plan.chunks, results, strict=True) if (output := self._update(chunk, sampled))]
 
     def _isolate(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """Run the halves of a failed step, until what makes it fail is alone; only that is ended. A device without memory ends all.
+        """Split a failed step in halves until the request that makes it fail is alone; only that one ends. Lost memory ends all.
 
-        Nothing of a failed step has been advanced, and computing it again writes the same into the KV cache.
+        A failed step has advanced no request, and computing it again writes the same values into the KV cache.
         """
         if is_fatal(error, self._loaded.device):
             raise FatalDeviceError(f"{type(error).__name__}: {error}") from error
@@ -313,9 +316,9 @@ class Engine:
         return self._run(StepPlan(plan.chunks[:middle])) + self._run(StepPlan(plan.chunks[middle:]))
 
     def _update(self, chunk: ScheduledChunk, sampled: Sampled | None) -> StepOutput | None:
-        """Take in what the step says about one request, and end it where it has to end."""
+        """Take in one request's result of the step, and end the request if it has to end."""
         request = chunk.request
-        if sampled is None or request.status is RequestStatus.FINISHED:  # ended by what was read after the step's launch
+        if sampled is None or request.status is RequestStatus.FINISHED:  # ended by a result read after the step's launch
             return None
         if sampled.error_code is not None:
             self._scheduler.forget_blocks(request)
@@ -354,7 +357,7 @@ class Engine:
 
 
 def _finish_reason(request: Request) -> tuple[FinishReason | None, int | None]:
-    """Why the request's output has ended, None where it has not, and by which stop token. EOS and stop tokens belong to the output."""
+    """Why the request's output has ended (None if it has not), and by which stop token. EOS and stop tokens belong to the output."""
     if request.kind != "generate" or not request.output_token_ids:
         return None, None
     last = request.output_token_ids[-1]
@@ -368,7 +371,7 @@ def _finish_reason(request: Request) -> tuple[FinishReason | None, int | None]:
 
 
 def _unfinished(plan: StepPlan) -> StepPlan:
-    """What is left of a plan whose requests may have ended since it was made. Its copies are made already."""
+    """What is left of a plan, some of whose requests may have ended since it was made. Its copies have been made already."""
     return StepPlan([chunk for chunk in plan.chunks if chunk.request.status is not RequestStatus.FINISHED])
 
 

@@ -1,4 +1,4 @@
-"""What an exception out of a step means."""
+"""What an exception from a step means."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FatalDeviceError(InternalError):
 
 
 class _Size(NamedTuple):
-    """What a step's memory grows with."""
+    """The quantities with which a step's memory grows."""
 
     num_tokens: int
     longest_context: int
@@ -36,11 +36,11 @@ class _Size(NamedTuple):
 
 
 class Exhaustion:
-    """Tells a device that has no memory left from requests that want too much of it.
+    """Tells a device that has lost memory from requests that need too much of it.
 
-    A request that runs out of memory alone in its step speaks against the device where there was memory for as much before: a step of as
-    many tokens and of as long a context has succeeded. When `EXHAUSTED_AFTER` such fail one after the other and nothing
-    succeeds between, the device has lost memory that it had. Larger ones may each want too much, however many come: they do not count.
+    A request that runs out of memory alone in its step counts if there was memory for as much before, that is, if a step of as
+    many tokens and of as long a context has succeeded. When `EXHAUSTED_AFTER` of these fail one after the other with no success
+    between, the device has lost memory. Larger requests do not count: each may need too much, however many come.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Exhaustion:
         """A request failed alone in its step.
 
         Raises:
-            FatalDeviceError: it was the one too many that ran out of memory.
+            FatalDeviceError: too many have run out of memory.
         """
         if not is_out_of_memory(error):
             self._num_in_a_row = 0
@@ -72,7 +72,7 @@ class Exhaustion:
 
 
 def is_fatal(error: Exception, device: torch.device) -> bool:
-    """Whether the device is beyond use. A device that still answers is not."""
+    """Whether the device is unusable. A device that still answers is not."""
     if device.type != "cuda" or isinstance(error, torch.OutOfMemoryError):
         return False
     try:
@@ -92,13 +92,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give what torch keeps for later back to the device, so that a smaller step may fit."""
+    """Return memory that torch keeps for later to the device, so that a smaller step may fit."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def as_request_error(error: Exception) -> HeadraceError:
-    """The error that the request alone in a failing step gets. Texts of exceptions not ours stay in the log: they may hold anything."""
+    """The error for a request that is alone in a failing step. Messages of foreign exceptions stay in the log: they may hold anything."""
     if isinstance(error, HeadraceError):
         return error
     if is_out_of_memory(error):
@@ -107,5 +107,5 @@ def as_request_error(error: Exception) -> HeadraceError:
 
 
 def log_culprit(request_id: str, error: Exception) -> None:
-    """Say where a request made its step fail. As text, not as an exception: some renderers would show the variables, prompts among them."""
+    """Log where a request made its step fail. As text, not as an exception: some renderers would show variables, including prompts."""
     log.error("request failed its step", id=request_id, traceback="".join(traceback.format_exception(error)))

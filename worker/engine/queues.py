@@ -35,11 +35,11 @@ class WaitingQueue:
             self._returning.push(request)
 
     def peek(self) -> Request | None:
-        """The next request; None where nothing waits."""
+        """The next request; None if nothing waits."""
         return self._returning.peek() or self._new.peek()
 
     def pop(self) -> Request:
-        """Take out what `peek` shows."""
+        """Take out what `peek` returns."""
         if self._returning.peek() is not None:
             request = self._returning.pop()
         else:

@@ -1,8 +1,8 @@
-"""Attention on the CPU in C, straight through block tables: one call a layer writes the cache and attends.
+"""Attention on the CPU in C, straight through block tables: one call per layer writes the cache and attends.
 
-The cache keeps its shape ``[num_blocks, num_kv_heads, block_size, head_dim]``; inside a (block, head) the
-elements lie in the order that the kernels want (``native/attention.h``, ``native/int8_cache.h``), so only this backend may read it,
-and anybody may copy whole blocks.
+The cache keeps its shape ``[num_blocks, num_kv_heads, block_size, head_dim]``. Inside a (block, head) the
+elements are in the order that the kernels need (``native/attention.h``, ``native/int8_cache.h``), so only this backend may read it,
+but any code may copy whole blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 class CpuAttention:
-    """A backend whose instances are called as ``attend``. Not for two threads at once: it owns its workspace."""
+    """A backend whose instances are called as ``attend``. For one thread at a time: it owns its workspace."""
 
     def __init__(self, lib: ctypes.CDLL | None = None) -> None:
         lib = lib or kernels()
@@ -73,7 +73,7 @@ class CpuAttention:
     def _batch_of(self, meta: StepMetadata, num_tokens: int) -> BatchStruct:
         if meta is not self._meta:
             self._batch = batch_struct(meta, num_tokens)
-            self._meta = meta  # keeps the tensors alive that the structure points into
+            self._meta = meta  # keeps alive the tensors that the structure points into
         return self._batch
 
     def _workspace_for(self, layer: LayerStruct, batch: BatchStruct, threads: int) -> int:
@@ -108,6 +108,6 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dty
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """Heads and dims of a token must lie together; tokens may lie any distance apart."""
+    """Heads and dims of a token must be contiguous; tokens may be any distance apart."""
     dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if dense else x.contiguous()

@@ -1,7 +1,7 @@
-"""Attention through FlashInfer's paged kernels, for who has it installed and asks for it (``attention="flashinfer"``).
+"""Attention through FlashInfer's paged kernels, if installed and asked for (``attention="flashinfer"``).
 
-Written against FlashInfer 0.7's interface (`BatchPrefillWithPagedKVCacheWrapper`, layout HND, which is our cache's), and not run by
-its authors: the probe at load compares its numbers with the model's own before anything is served. FlashInfer plans each step on the
+Written for FlashInfer 0.7's interface (`BatchPrefillWithPagedKVCacheWrapper`, layout HND, which is our cache's), and never run on a
+GPU yet: the probe at load compares its numbers with the model's own before anything is served. FlashInfer plans each step on the
 host, so its steps wait for the device and are not captured as graphs.
 """
 
@@ -36,7 +36,7 @@ class Pages(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What a plan is made for; layers of a kind share it."""
+    """What a plan is made for; layers of one kind share it."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,7 +76,7 @@ class FlashInferAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        from worker.engine.attention.triton_backend import write_kv  # triton comes with a torch for CUDA
+        from worker.engine.attention.triton_backend import write_kv  # triton comes with torch for CUDA
 
         assert sinks is None, "ask supports() first"
         write_kv(key.contiguous(), value.contiguous(), k_cache, v_cache, meta.slot_mapping)

@@ -1,6 +1,6 @@
 """The attention function that transformers' models call, and the layers it knows.
 
-Registered under a name of ours in `transformers.AttentionInterface`; under that name no mask function is registered, so models
+Registered under our own name in `transformers.AttentionInterface`. No mask function is registered under that name, so models
 build no mask (transformers' way for backends that need none).
 """
 
@@ -27,13 +27,13 @@ class AttentionBackend(Protocol):
 
     Args:
         query: ``[T, Hq, D]``; key ``[T, Hkv, D]``; value ``[T, Hkv, Dv]``; tokens and heads may be strided.
-        k_cache: ``[num_blocks, Hkv, block_size, D]``; v_cache alike with ``Dv``. How a backend arranges the inside of one
-            (block, head) is its own affair; anyone may copy whole blocks. A cache of int8 has rows of ``D + 4`` bytes: each token
-            and head's codes and their scale (`quantization`).
+        k_cache: ``[num_blocks, Hkv, block_size, D]``; v_cache likewise with ``Dv``. How a backend arranges the inside of one
+            (block, head) is up to it; any code may copy whole blocks. An int8 cache has rows of ``D + 4`` bytes: the codes and the
+            scale per token and head (`quantization`).
         scale: factor on the scores.
-        window: keys that a query sees, its own counted; None for all.
+        window: keys that a query sees, including its own; None for all.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        sinks: ``[Hq]``, one more logit a head in the softmax's sum.
+        sinks: ``[Hq]``, one more logit per head in the softmax's sum.
 
     Returns:
         ``[T, Hq, Dv]``.
@@ -57,7 +57,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """What the attention function finds beside its arguments while one step runs; ``caches`` holds each module's (K, V)."""
+    """What the attention function uses besides its arguments while a step runs; ``caches`` holds each module's (K, V)."""
 
     meta: StepMetadata
     backend: AttentionBackend
@@ -69,7 +69,7 @@ _context: ContextVar[PagedContext] = ContextVar("paged_context")
 
 @contextmanager
 def paged_context(context: PagedContext) -> Iterator[None]:
-    """Set the context of the forward pass inside; each thread has its own, so two engines may live in one process."""
+    """Set the context of the forward pass within; each thread has its own, so two engines may be in one process."""
     token = _context.set(context)
     try:
         yield
@@ -86,7 +86,7 @@ def current_context() -> PagedContext:
 
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
-    """Inside, a transformers model computes attention by the function that is registered under ``name``."""
+    """Within this, a transformers model computes attention by the function registered under ``name``."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

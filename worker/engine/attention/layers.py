@@ -14,11 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from worker.engine.attention.interface import attention_implementation
 from worker.engine.compatibility import refusal
 
-_MASKED = "headrace-discovery"  # a mask function is registered under this name, none under the other
+_MASKED = "headrace-discovery"  # a mask function is registered under this name, and none under the other
 _UNMASKED = "headrace-profile"
-_registered = threading.Lock()  # held while a function of one thread's is registered under the first
+_registered = threading.Lock()  # held while a thread's own function is registered under the first
 _HONOURED = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
-# Arguments that pass through to attention and that it may ignore: they say how to compute, or repeat what the metadata says.
+# Arguments to attention that it may ignore: they say how to compute, or repeat what the metadata says.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -39,7 +39,7 @@ class AttentionLayer:
     """One attention module's shapes and options, as its calls show them.
 
     Attributes:
-        window: keys that a query sees, its own counted; None for all.
+        window: keys that a query sees, including its own; None for all.
         softcap: of the scores; None for none.
     """
 
@@ -58,8 +58,8 @@ class AttentionLayer:
 def discover_layers(model: Any, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
     """The attention modules of a model, in the order in which it calls them, found by running two tokens through it.
 
-    What a layer's mask lets a query see is read from the mask function that the model builds for its own attention, and must be
-    what the window among the layer's arguments says: so a wrong window is found however long it is.
+    What a query may see is read from the mask function that the model builds for its own attention, and must agree with the window
+    in the layer's arguments, so a wrong window is found however long it is.
 
     Args:
         max_model_len: masks are compared up to this length.
@@ -84,7 +84,7 @@ def discover_layers(model: Any, max_model_len: int) -> dict[nn.Module, Attention
 
 @torch.inference_mode()
 def run_without_attention(model: Any, num_tokens: int, num_logits: int, max_model_len: int) -> Tensor:
-    """Run a step of so many tokens that attend to nothing; its logits, ``[num_logits, vocab]``."""
+    """Run a step of ``num_tokens`` tokens that attend to nothing; returns its logits, ``[num_logits, vocab]``."""
     return _run(model, _UNMASKED, _attend_to_nothing, torch.arange(num_tokens) % max_model_len, num_logits)
 
 
@@ -98,7 +98,7 @@ def _run(model: Any, name: str, attention: Callable[..., Any], positions: Tensor
         with attention_implementation(model, name):
             output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     finally:
-        AttentionInterface.register(name, _attend_to_nothing)  # what was registered may hold the model
+        AttentionInterface.register(name, _attend_to_nothing)  # the function registered before may hold the model
     logits: Tensor = output.logits[0]
     return logits
 
@@ -112,14 +112,14 @@ def _no_mask(**_: Any) -> None:
 
 
 class _Watch:
-    """Stands in for attention and mask functions during one call, and notes what they are given."""
+    """Replaces attention and mask functions during one call, and records what they are given."""
 
     def __init__(self, model: Any, max_model_len: int) -> None:
         self.layers: dict[nn.Module, AttentionLayer] = {}
         self._config = model.config
         self._max_model_len = max_model_len
         self._names = {module: name for name, module in model.named_modules()}
-        self._mask_functions: dict[int, tuple[Tensor, MaskFunction]] = {}  # by the mask's identity; the mask is kept, so it stays one
+        self._mask_functions: dict[int, tuple[Tensor, MaskFunction]] = {}  # by the mask's id(), which stays unique because the mask is kept
 
     def mask(self, *, mask_function: MaskFunction, device: torch.device, **_: Any) -> Tensor:
         """transformers' mask signature."""

@@ -1,6 +1,6 @@
-"""What the attention of one step must know.
+"""The metadata of one step for attention.
 
-It travels beside the model (`interface.paged_context`), not through its keyword arguments: some models drop them.
+It is passed beside the model (`interface.paged_context`), not through its keyword arguments: some models drop them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class StepMetadata:
         block_tables: ``[B, max_blocks]`` int32; entries past a sequence's last block are undefined.
         slot_mapping: ``[T]`` int64; where K and V of each token go: ``block * block_size + offset``; negative: nowhere.
         positions: ``[T]`` int64, the tokens' positions in their sequences.
-        num_decodes: the first so many sequences have exactly one token.
+        num_decodes: this many sequences, the first ones, have exactly one token.
         max_query_len: most tokens of one sequence in this step.
         max_seq_len: greatest of ``seq_lens``.
-        scratch: what a backend computes once a step and uses in every layer, under keys of its own.
+        scratch: what a backend computes once per step and uses in every layer, under its own keys.
     """
 
     query_start_loc: Tensor

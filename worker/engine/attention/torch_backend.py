@@ -1,8 +1,8 @@
 """The reference attention backend: plain torch operations, any device, any shape.
 
 Pages are gathered through the block tables and attended to under a mask: all decodes at once, every chunk by itself.
-What lies in slots that no query sees is replaced by zeros before use, so a NaN there cannot leak (0 * NaN is NaN: masking
-the scores alone would not do).
+Slots that no query sees are replaced by zeros before use, so that a NaN there cannot leak (0 * NaN is NaN, so masking
+only the scores would not suffice).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _groups(meta: StepMetadata, k_cache: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _visibility(meta: StepMetadata, rows: slice, query_len: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What sequences of ``query_len`` queries each can see; the same in every layer of that window.
+    """What sequences of ``query_len`` queries each can see; the same in every layer with that window.
 
     Returns:
         ``[b, n]``, the blocks that hold it; ``[b, 1, S, 1]``, which of their slots no query sees; ``[b, 1, q, S]``, which each query sees.

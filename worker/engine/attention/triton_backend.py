@@ -17,8 +17,8 @@ from worker.engine.attention.metadata import StepMetadata
 from worker.engine.attention.triton_cache_write import write_kv_kernel
 from worker.engine.attention.triton_kernels import MIN_SPLIT, Shape, paged_attention_kernel, reduce_splits_kernel
 
-_MOST_SHARED_BYTES = 96 * 1024  # of shared memory that a program takes, though a card may have more: 99 KB is the least since Ampere
-_OTHER_SHARED_BYTES = 3 * 1024  # of what a card has, left to what the compiler adds
+_MOST_SHARED_BYTES = 96 * 1024  # of shared memory per program, although a card may have more: since Ampere all have at least 99 KB
+_OTHER_SHARED_BYTES = 3 * 1024  # of a card's shared memory, left for what the compiler adds
 _MIN_DECODE_SPLITS = 8
 _MAX_DECODE_SPLITS = 64
 _MAX_PREFILL_SPLITS = 16
@@ -147,12 +147,12 @@ def _shape_and_tiles(
 
 
 def choose_tiles(group: int, head_dim: int, value_dim: int, itemsize: int, shared_bytes: int = _MOST_SHARED_BYTES) -> Tiles:
-    """Tiles of a model's attention: as many keys as fit a stage of the load pipeline, and rows for whole groups of heads.
+    """Tiles of a model's attention: as many keys as fit into a stage of the load pipeline, and rows for whole groups of heads.
 
     Args:
         group: query heads of one KV head.
         itemsize: bytes of an element of the cache.
-        shared_bytes: of shared memory that a program may take; a third of it at most is one stage's, and a tile of queries'.
+        shared_bytes: of shared memory that a program may take; at most a third of it is for one stage and one tile of queries.
     """
     widths = _width(head_dim), _width(value_dim)
     key_bytes = sum(widths) * itemsize
@@ -172,8 +172,8 @@ class _Launch:
 
     Attributes:
         num_prefill_items: tiles of chunks, times their splits.
-        reduced_tokens: the first so many tokens may have been split.
-        partial_rows: a row a token and split.
+        reduced_tokens: this many tokens, the first ones, may have been split.
+        partial_rows: one row per token and split.
     """
 
     num_seqs: int
@@ -187,7 +187,7 @@ class _Launch:
 def _plan_launch(num_tokens: int, meta: StepMetadata, shape: Shape, window: int | None, multiprocessors: int) -> _Launch:
     num_seqs, num_decodes = meta.seq_lens.shape[0], meta.num_decodes
     block_q = shape.prefill_rows // shape.group
-    # a tile for every block_q tokens, and a partial one a sequence: a bound that needs no lengths
+    # one tile for every block_q tokens, and one partial tile per sequence: a bound that needs no lengths
     num_tiles = (num_tokens - num_decodes) // block_q + num_seqs - num_decodes
     span = meta.max_seq_len if window is None else min(meta.max_seq_len, window + block_q + shape.keys)
     decode_splits = decode_split_count(num_decodes, shape.num_kv_heads, span, multiprocessors)
@@ -198,10 +198,10 @@ def _plan_launch(num_tokens: int, meta: StepMetadata, shape: Shape, window: int 
 
 
 def decode_split_count(num_decodes: int, num_kv_heads: int, max_keys: int, multiprocessors: int) -> int:
-    """Programs that a decode's keys may be split over: enough to fill the device four times, from a coarse grid of counts.
+    """Programs over which a decode's keys may be split: enough to fill the device four times, from a coarse grid of counts.
 
-    The count depends on the batch size rounded up to a power of two alone, and shorter sequences use fewer: so a sequence is
-    split alike with and without a captured graph, which pads the batch.
+    The count depends only on the batch size rounded up to a power of two, and shorter sequences use fewer. A sequence is therefore
+    split in the same way with and without a captured graph, which pads the batch.
     """
     longest = next_power(ceil_div(max_keys, MIN_SPLIT.value))
     programs = next_power(max(1, num_decodes)) * num_kv_heads
@@ -210,7 +210,7 @@ def decode_split_count(num_decodes: int, num_kv_heads: int, max_keys: int, multi
 
 
 def prefill_split_count(num_tiles: int, num_kv_heads: int, max_keys: int, multiprocessors: int) -> int:
-    """Programs that a chunk tile's keys may be split over: more than one only where the tiles alone leave the device half empty."""
+    """Programs over which a chunk tile's keys may be split: more than one only if the tiles alone leave the device half empty."""
     if num_tiles == 0:
         return 1
     longest = next_power(ceil_div(max_keys, 4 * MIN_SPLIT.value))
@@ -220,16 +220,16 @@ def prefill_split_count(num_tiles: int, num_kv_heads: int, max_keys: int, multip
 
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; Triton's interpreter, on the CPU, stands for a small one."""
+    """A CUDA device's number; Triton's interpreter, on the CPU, counts as a small device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Of shared memory that a program may take: Turing has 64 KB in all."""
+    """Shared memory that a program may take: Turing has 64 KB in all."""
     if device.type != "cuda":
         return _MOST_SHARED_BYTES
-    most: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]  # what Triton goes by
+    most: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]  # the limit that Triton uses
     return min(_MOST_SHARED_BYTES, most - _OTHER_SHARED_BYTES)
 
 
@@ -238,7 +238,7 @@ def _dense_rows(tensor: Tensor) -> Tensor:
 
 
 def _width(dim: int) -> int:
-    """Columns of a tile; the matrix units take no fewer than 16."""
+    """Columns of a tile; the matrix units need at least 16."""
     return max(16, next_power(dim))
 
 

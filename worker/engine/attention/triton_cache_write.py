@@ -6,7 +6,7 @@ Offsets of blocks and tokens are 64-bit: a cache may have more than 2**31 elemen
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, misc"
 # Triton compiles this function from its source; its arguments are device values that Python's types cannot describe.
-# ruff: noqa: N803, PLR0913, PLR0917 - constexpr names are upper case by Triton's custom, and a launch's state is its arguments
+# ruff: noqa: N803, PLR0913, PLR0917 - constexpr names are upper case by Triton's convention, and a launch's state is its arguments
 
 from __future__ import annotations
 

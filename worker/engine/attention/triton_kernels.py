@@ -1,28 +1,28 @@
 """Triton kernels: paged attention over mixed batches, reduction of split sequences.
 
 The attention kernel is an online softmax over tiles of the paged KV cache (FlashAttention-2, Dao 2023; PagedAttention,
-Kwon et al. 2023). What is particular here:
+Kwon et al. 2023). Particular to this one:
 
 - One launch serves prefill chunks and decodes: the first ``num_prefill_items`` programs take tiles of chunks, the others take
-  decodes, each kind with a tile height of its own. A batch of decodes alone runs a specialisation without the chunk half.
-- The query heads of one KV head are rows of one tile (GQA packing), so K and V are read once a group.
-- A long sequence is split over programs (Flash-Decoding, Dao et al. 2023). How is computed from the lengths on the device; the
-  grid depends on the batch size alone, so a captured launch is valid for any lengths. Programs without work leave at once.
+  decodes, each kind with its own tile height. A batch of decodes only runs a specialisation without the chunk half.
+- The query heads of one KV head are rows of one tile (GQA packing), so K and V are read once per group.
+- A long sequence is split over programs (Flash-Decoding, Dao et al. 2023). The split is computed from the lengths on the device; the
+  grid depends only on the batch size, so a captured launch is valid for any lengths. Programs without work leave at once.
 - Softmax is in base 2; sums and accumulators are float32 whatever the cache holds.
 
 Offsets of blocks and tokens are 64-bit: a cache may have more than 2**31 elements. Every load outside a sequence's keys is
-masked, so what unused cache pages hold (NaN included) never reaches a result.
+masked, so the contents of unused cache pages (including NaN) never reach a result.
 
 Tensors: query ``[T, Hq, D]``, caches ``[num_blocks, Hkv, block_size, D or Dv]``, each block contiguous, out ``[T, Hq, Dv]``
-contiguous, partial_out ``[rows, Hq, Dv]`` and partial_lse ``[rows, Hq]`` float32, where a token has one row a split. Helpers take
+contiguous, partial_out ``[rows, Hq, Dv]`` and partial_lse ``[rows, Hq]`` float32, with one row per token and split. Helpers take
 related values as tuples: ``caches`` (k_cache, v_cache, k_block_stride, v_block_stride), ``batch`` (query_start_loc, seq_lens,
 block_tables, table_stride), ``scoring`` (scale, softcap, window).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, misc"
 # Triton compiles these functions from their source; their arguments are device values that Python's types cannot describe.
-# ruff: noqa: N803, N806, PLR0913, PLR0917, SIM102 - constexpr names are upper case by Triton's custom, a launch's state is its arguments,
-# and a condition known at compile time must stand alone to cut code out
+# ruff: noqa: N803, N806, PLR0913, PLR0917, SIM102 - constexpr names are upper case by Triton's convention, a launch's state is its
+# arguments, and a condition known at compile time must stand alone to cut code out
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _attend_tile(queries, caches, results, sinks, batch, scoring, place, SHAPE: 
         positions = first_position + tl.minimum(row_query, num_queries - 1)
         table = block_tables + seq.to(tl.int64) * table_stride
         last_key = tl.minimum(first_key + split_size, high)
-        if IS_PREFILL and not SHAPE.window:  # tiles that all rows see whole need no masks
+        if IS_PREFILL and not SHAPE.window:  # tiles that all rows see completely need no masks
             whole = tl.minimum((first_position + 1) // SHAPE.keys * SHAPE.keys, last_key)
             for n in range(first_key, whole, SHAPE.keys):
                 acc, row_max, row_sum = _add_keys(
@@ -173,7 +173,7 @@ def _load_queries(queries, row_token, row_head, is_row, SHAPE: tl.constexpr):
 
 @triton.jit
 def _start_sums(sinks, row_head, is_row, split, HAS_SINKS: tl.constexpr):
-    """Maximum and sum of a softmax over nothing yet. A sink is a key without a value: it enters the first split's and no other."""
+    """Maximum and sum of a softmax over nothing yet. A sink is a key without a value: it enters only the first split's softmax."""
     row_max = tl.full(row_head.shape, float("-inf"), tl.float32)
     row_sum = tl.zeros(row_head.shape, tl.float32)
     if HAS_SINKS:
@@ -199,7 +199,7 @@ def _add_keys(
     SHAPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take ``SHAPE.keys`` keys into the running softmax. Unmasked, every row must see all of them."""
+    """Add ``SHAPE.keys`` keys to the running softmax. Without masks, every row must see all of them."""
     scale, softcap, window = scoring
     n = first_key + tl.arange(0, SHAPE.keys)
     k, v = _load_tile(n, limits, table, kv_head, caches, SHAPE, MASKED)
@@ -246,7 +246,7 @@ def _load_tile(n, limits, table, kv_head, caches, SHAPE: tl.constexpr, MASKED: t
 
 @triton.jit
 def _store_rows(results, acc, row_max, row_sum, row_token, partial_row, row_head, is_row, is_whole, SHAPE: tl.constexpr):
-    """Store a tile's result, or its part of one with the logarithm of the softmax's sum."""
+    """Store a tile's result, or a split's partial result with the logarithm of the softmax's sum."""
     out, partial_out, partial_lse = results
     NUM_HEADS: tl.constexpr = SHAPE.num_kv_heads * SHAPE.group
     dv = tl.arange(0, SHAPE.value_dims)[None, :]
@@ -265,8 +265,8 @@ def _store_rows(results, acc, row_max, row_sum, row_token, partial_row, row_head
 def _find_sequence(query_start_loc, target, num_decodes, num_seqs, BLOCK_Q: tl.constexpr):
     """The prefill sequence that owns tile number ``target``, by bisection; with ``BLOCK_Q`` 0, the one that owns the token.
 
-    Tiles are numbered with room for one partial tile a sequence, so a number needs no prefix sum: sequence i begins at tile
-    ``first_token_i // BLOCK_Q + i``, both counted from the first prefill sequence. Some numbers are thus of no tile.
+    Tiles are numbered with room for one partial tile per sequence, so a number needs no prefix sum: sequence i begins at tile
+    ``first_token_i // BLOCK_Q + i``, both counted from the first prefill sequence. Some numbers therefore have no tile.
     """
     base = tl.load(query_start_loc + num_decodes)
     found = num_decodes
@@ -285,7 +285,7 @@ def _find_sequence(query_start_loc, target, num_decodes, num_seqs, BLOCK_Q: tl.c
 
 @triton.jit
 def _split_keys(first_position, num_queries, window, num_splits, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Keys ``low .. high-1`` that a tile's queries see between them, and the size of a split, in whole tiles.
+    """The keys ``low .. high-1`` that any of a tile's queries sees, and the size of a split, in whole tiles.
 
     Splits begin at ``low`` rounded down to a tile of ``KEYS``.
     """
@@ -299,7 +299,7 @@ def _split_keys(first_position, num_queries, window, num_splits, KEYS: tl.conste
 
 @triton.jit
 def _num_used_splits(low, high, split_size, KEYS: tl.constexpr):
-    """Splits that have keys. With 0 or 1 nothing is left to reduce."""
+    """Splits that have keys. With 0 or 1 there is nothing to reduce."""
     return tl.cdiv(high - low // KEYS * KEYS, split_size)
 
 

@@ -1,7 +1,7 @@
-"""A recognised decoder on a CUDA device: four matrix products a layer, and one kernel between each two.
+"""A recognised decoder on a CUDA device: four matrix products per layer, and one kernel between each two.
 
-The modules of transformers launch some forty kernels a layer, most of which move a few kilobytes; even replayed as a graph they
-take longer than the weights take to be read. Here a layer is about ten.
+The modules of transformers launch some forty kernels per layer, most of which move a few kilobytes. Even replayed as a graph they
+take longer than reading the weights. Here a layer has about ten.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger("headrace.engine")
 
 
 def fuse(model: Any, config: Any, attention: Sequence[AttentionLayer], max_positions: int) -> CudaDecoder | None:
-    """The fused decoder of a transformers model, or None where its structure is not one that is computed here (logged).
+    """The fused decoder of a transformers model, or None if its structure is not one that is computed here (logged).
 
     Arguments as of `structure.recognise`.
     """
@@ -45,7 +45,7 @@ def fuse(model: Any, config: Any, attention: Sequence[AttentionLayer], max_posit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
-    """A linear layer, or several merged into one; ``scale`` is of a weight in int8."""
+    """A linear layer, or several merged into one; an int8 weight has a ``scale``."""
 
     weight: Tensor
     bias: Tensor | None
@@ -70,7 +70,7 @@ class _Layer:
 class CudaDecoder:
     """Computes steps over a paged cache, once it is bound to one; nothing in it waits for the device, so its steps may be captured.
 
-    The linear layers that it merges become views of the merged ones: the model's modules go on working, on the same memory.
+    The linear layers that it merges become views of the merged ones: the model's modules continue to work, on the same memory.
     """
 
     def __init__(self, structure: DecoderStructure) -> None:
@@ -79,9 +79,9 @@ class CudaDecoder:
         self._head = _merge([structure.head])
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compute over these caches, as `attention.triton_backend` takes them, (K, V) of each layer in order, from now on.
+        """From now on compute over these caches, as `attention.triton_backend` takes them: (K, V) of each layer in order.
 
-        The ones before are let go.
+        The previous ones are released.
         """
         self._caches = list(caches)
 
@@ -109,7 +109,7 @@ class CudaDecoder:
         return self._logits(hidden[logits_rows]), hidden
 
     def _add_norm(self, stream: Tensor, delta: Tensor | None, delta_norm: Tensor | None, norm: Tensor) -> Tensor:
-        """Add ``delta`` (normed, where there is a ``delta_norm``) to ``stream``, in place; returns the normed stream."""
+        """Add ``delta`` (normed if there is a ``delta_norm``) to ``stream``, in place; returns the normed stream."""
         normed = torch.empty_like(stream)
         width = stream.shape[1]
         add_norm_kernel[(stream.shape[0],)](
@@ -164,7 +164,7 @@ def _merge_layer(layer: LayerStructure) -> _Layer:
         norms = torch.stack([layer.q_norm, layer.k_norm])
     qkv, gate_up = _merge(layer.qkv), _merge((layer.gate, layer.up))
     if qkv.weight.is_cuda:
-        torch.cuda.empty_cache()  # gives back what the parts had, so that no more than one layer's are there twice
+        torch.cuda.empty_cache()  # frees the parts, so that at most one layer's weights exist twice
     return _Layer(
         structure=layer,
         qkv=qkv,
@@ -176,7 +176,7 @@ def _merge_layer(layer: LayerStructure) -> _Layer:
 
 
 def _merge(modules: Sequence[Linear]) -> _Weights:
-    """One matrix of several; each module's weight becomes its rows of it."""
+    """Merge several matrices into one; each module's weight becomes a view of its rows."""
     weight, bias, scale = stacked(modules)
     for module, rows in zip(modules, weight.split([module.out_features for module in modules]), strict=True):
         store_weight(module, rows)

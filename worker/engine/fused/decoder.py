@@ -32,7 +32,7 @@ log = structlog.get_logger("headrace.engine")
 
 
 def fuse(model: Any, config: Any, attention: Sequence[AttentionLayer], max_positions: int) -> FusedDecoder | None:
-    """The fused decoder of a transformers model, or None where its structure is not one that is computed natively (logged).
+    """The fused decoder of a transformers model, or None if its structure is not one that is computed natively (logged).
 
     Arguments as of `structure.recognise`.
     """
@@ -53,7 +53,7 @@ class _PackedLayer:
 
 
 class FusedDecoder:
-    """Computes steps over a paged cache, once it is bound to one. Not for two threads at once: it owns its buffers."""
+    """Computes steps over a paged cache, once it is bound to one. For one thread at a time: it owns its buffers."""
 
     def __init__(self, structure: DecoderStructure) -> None:
         lib = kernels()
@@ -84,7 +84,7 @@ class FusedDecoder:
         return self._logits[:num_logits], hidden
 
     def likeliest(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, rows: Tensor) -> tuple[list[int], Tensor]:
-        """As a call, but only the token with the largest logit of each row: -1 where that is not finite or the row has a NaN."""
+        """As a call, but only the token with the largest logit of each row: -1 if that is not finite or the row has a NaN."""
         tokens = torch.empty(rows.shape[0], dtype=torch.int64)
         hidden = self._run(input_ids, positions, meta, rows, likeliest=tokens)
         return tokens.tolist(), hidden
@@ -116,18 +116,18 @@ class FusedDecoder:
         return hidden
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compute over these caches, (K, V) of each layer in order, from now on; the ones before are let go."""
+        """From now on compute over these caches, (K, V) of each layer in order; the previous ones are released."""
         self._caches = list(caches)
         layers = map(_layer_struct, self._structure.layers, self._packed, self._caches)
         self._layers = (DecoderLayerStruct * len(self._packed))(*layers)
         self._decoder = _decoder_struct(self._structure, self._layers, self._head)
 
     def phase_seconds(self) -> dict[str, float]:
-        """Where all steps' time went, as the first thread saw it: waiting for the others is in it."""
+        """Where the time of all steps went, as measured by the first thread, including its waiting for the others."""
         return dict(zip(PHASES, self._phase_seconds.tolist(), strict=True))
 
     def release(self) -> None:
-        """Free the modules' own copies of the weights that are packed; the modules can compute nothing after it."""
+        """Free the modules' own copies of the packed weights; the modules cannot compute afterwards."""
         modules = [m for layer in self._structure.layers for m in (*layer.qkv, layer.o, layer.gate, layer.up, layer.down)]
         if stored_weight(self._structure.head)[0].data_ptr() != self._structure.embedding.data_ptr():
             modules.append(self._structure.head)

@@ -22,9 +22,9 @@ class PackedMatrix:
     """A linear layer's weight ``[n, k]`` in panels, and its bias in float32.
 
     Attributes:
-        tiles: bfloat16, ``[n / 32, k / 32, 2, 16 input pairs, 16 outputs, 2]``, zeros where n or k was no multiple of 32; or
+        tiles: bfloat16, ``[n / 32, k / 32, 2, 16 input pairs, 16 outputs, 2]``, padded with zeros to multiples of 32; or
             int8, the last two dimensions exchanged.
-        scale: of int8, float32, one an output.
+        scale: of int8, float32, one per output.
     """
 
     tiles: Tensor
@@ -67,7 +67,7 @@ def pack_interleaved(gate: Linear, up: Linear) -> PackedMatrix:
 
 
 def _interleaved(rows: Tensor) -> Tensor:
-    """Of two halves of rows, 16 of the first, then 16 of the second, and so on."""
+    """Interleaves two halves of rows: 16 of the first, then 16 of the second, and so on."""
     return rows.view(2, -1, TILE, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 

@@ -1,7 +1,7 @@
 """Recognises the decoders that the native step computes: Llama's structure and its relatives.
 
 Nothing is guessed: the model must be one of transformers' own classes named here, every parameter must have a place in the
-structure, and every size must be one that the kernels serve. What is recognised is still compared with the model itself
+structure, and every size must be one that the kernels serve. The result is still compared with the model itself
 before it serves (`decoder`).
 """
 
@@ -54,7 +54,7 @@ class LayerStructure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderStructure:
-    """A whole decoder; norms are float32 factors, with whatever the model adds to its weights added."""
+    """A whole decoder; norms are float32 factors, including whatever the model adds to its weights."""
 
     layers: list[LayerStructure]
     embedding: Tensor
@@ -84,7 +84,7 @@ def recognise(
         attention: of each layer, in order.
         max_positions: the longest context; rotations are tabled up to it.
         dtypes: that the kernels serve.
-        multiple: of which the kernels want the sizes of the matrices.
+        multiple: the sizes of the matrices must be multiples of this.
 
     Raises:
         NotRecognised: it is not one that the kernels compute.
@@ -143,7 +143,7 @@ def _linear(module: Any) -> Linear:
 
 
 def _norm(module: Any, eps: float) -> Tensor:
-    """What the norm multiplies by, found by norming a row of ones: some models store the weight less one."""
+    """The norm's factors, found by norming a row of ones: some models store the weight minus one."""
     ones = torch.ones(module.weight.shape[0], dtype=torch.float32, device=module.weight.device)
     factors: Tensor = (module(ones) * (1.0 + eps) ** 0.5).float().contiguous()
     return factors
@@ -166,7 +166,7 @@ class _Ropes:
         self._tables: dict[str | None, Tensor] = {}
 
     def table(self, module: Any, config: Any, index: int) -> Tensor | None:
-        """``[positions, 2 * half]`` of a layer, or None where it rotates nothing."""
+        """``[positions, 2 * half]`` of a layer, or None if it rotates nothing."""
         if not getattr(module.self_attn, "use_rope", True):
             return None
         kind = config.layer_types[index] if hasattr(self._rotary, "layer_types") else None

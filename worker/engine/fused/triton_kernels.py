@@ -1,10 +1,10 @@
-"""Triton kernels for what lies between the matrix products of a decoder: norms with their residual sums, rotations with the cache
-write, gated activations. Each reads and writes its tensors once; arithmetic is float32 whatever they hold.
+"""Triton kernels for what is between the matrix products of a decoder: norms with their residual sums, rotations with the cache
+write, gated activations. Each reads and writes its tensors once; arithmetic is float32 whatever their dtype.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, misc"
 # Triton compiles these functions from their source; their arguments are device values that Python's types cannot describe.
-# ruff: noqa: N803, PLR0913, PLR0917 - constexpr names are upper case by Triton's custom, a launch's state is its arguments
+# ruff: noqa: N803, PLR0913, PLR0917 - constexpr names are upper case by Triton's convention, a launch's state is its arguments
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     HAS_DELTA_NORM: tl.constexpr,
 ):
-    """``stream += factor * delta``, then ``normed = rms_norm(stream) * norm``; a row a program. Grid: (tokens,).
+    """``stream += factor * delta``, then ``normed = rms_norm(stream) * norm``; one row per program. Grid: (tokens,).
 
     ``stream``, ``delta``, ``normed`` are ``[T, WIDTH]``; ``norm`` and ``delta_norm`` ``[WIDTH]`` float32. With ``delta_norm``
     the delta is itself normed first.
