@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -23,6 +24,7 @@ from worker.engine.config import EngineConfig
 from worker.engine.detokenizer import Detokenizer
 from worker.engine.failures import Exhaustion, FatalDeviceError, as_request_error, is_fatal, is_out_of_memory, log_culprit, release_memory
 from worker.engine.inputs import InputProcessor, ModelLimits
+from worker.engine.long_prefixes import LongPrefixes
 from worker.engine.model_loader import LoadedModel, check_tokenizer, load_model
 from worker.engine.model_runner import ModelRunner
 from worker.engine.offline import run_to_end
@@ -144,11 +146,18 @@ class Engine:
 
     def room(self, tier: Tier) -> int:
         """How many further requests of a tier are worth fetching now."""
-        return max(0, self._scheduler.room(tier) - self._siblings.num_held(tier))
+        return max(0, self._scheduler.room(tier) - self._num_held(tier))
 
     def stats(self) -> SchedulerStats:
         """The present counts."""
-        return self._scheduler.stats()
+        stats, realtime, batch = self._scheduler.stats(), self._num_held("realtime"), self._num_held("batch")
+        if realtime or batch:
+            stats = replace(stats, waiting_realtime=stats.waiting_realtime + realtime, waiting_batch=stats.waiting_batch + batch)
+        return stats
+
+    def _num_held(self, tier: Tier) -> int:
+        """Requests that wait for what another computes, before they wait for anything else."""
+        return self._siblings.num_held(tier) + self._prefixes.num_held(tier)
 
     def release_cache(self) -> None:
         """Free the KV cache, including cached prefixes, while there is no work; none may come until `restore_cache`."""
@@ -174,7 +183,8 @@ class Engine:
         self._scheduler = Scheduler(
             self.config, runner.num_blocks, runner.num_cpu_blocks, self._loaded.max_model_len, costs=runner.preemption_costs
         )
-        self._siblings = Siblings(self._scheduler)
+        self._prefixes = LongPrefixes(self._scheduler)
+        self._siblings = Siblings(self._scheduler, self._prefixes)
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
         """A detokeniser that continues after the request's present output. Any thread may call this."""
@@ -225,6 +235,7 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         self._clock.start()
         outputs = self._take_ended_early()
+        self._prefixes.release()
         plan = self._scheduler.schedule()
         self.runner.copy_blocks(plan)
         self._clock.lap("schedule")
@@ -347,7 +358,7 @@ class Engine:
     def _end(self, request: Request) -> None:
         del self._requests[request.id]
         if not self._siblings.discard(request):
-            self._scheduler.finish(request)
+            self._prefixes.finish(request)
             self._siblings.ended(request)
 
     def _note(self, plan: StepPlan, seconds: float, idle_s: float) -> None:

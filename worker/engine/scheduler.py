@@ -188,6 +188,10 @@ class Scheduler:
         if not self.has_work():
             self._blocks.assert_idle()
 
+    def waits_for_quiet(self, request: Request) -> bool:
+        """Whether a request needs so many blocks that it has to wait until realtime is quiet."""
+        return request.status is not RequestStatus.RUNNING and self._queues.of(request) is self._queues.oversized
+
     def forget_blocks(self, request: Request) -> None:
         """Let nobody begin with what a running request has computed: it may be what made it fail."""
         self._blocks.forget(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from producer.keys import Tier
+from worker.engine.long_prefixes import LongPrefixes
 from worker.engine.request import Request, RequestStatus
 from worker.engine.scheduler import Scheduler
 
@@ -15,8 +16,9 @@ class Siblings:
     Those that are held are in the status WAITING, but not yet in the scheduler.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, prefixes: LongPrefixes) -> None:
         self._scheduler = scheduler
+        self._prefixes = prefixes
         self._held: dict[Request, list[Request]] = {}  # by the one they wait for
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -24,12 +26,12 @@ class Siblings:
         for request in requests:  # continuations differ in length
             self._scheduler.check_fits(request)
         first, *others = requests
-        self._scheduler.add(first)
+        self._prefixes.add(first)
         if self._worth_waiting(first):
             self._hold(first, others)
         else:
             for request in others:
-                self._scheduler.add(request)
+                self._prefixes.add(request)
 
     def computed(self, first: Request) -> None:
         """A running request has computed its prompt: those that wait for it may share it. Does nothing where none wait."""
@@ -40,11 +42,11 @@ class Siblings:
         """A request has ended: what it computed is in the prefix cache; if it computed nothing, the next one computes it."""
         held = self._held.pop(first, None)
         if held and first.num_computed_tokens < first.num_prompt_tokens:
-            self._scheduler.add(held[0])
+            self._prefixes.add(held[0])
             self._hold(held[0], held[1:])
         else:
             for request in held or ():
-                self._scheduler.add(request)
+                self._prefixes.add(request)
 
     def discard(self, request: Request) -> bool:
         """End a request that is held; False where it is not."""

@@ -1,0 +1,121 @@
+"""Long prompts with a beginning in common: computed once, whoever comes when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tests.tiny_engine import assert_idle, request, run, tiny_engine
+from worker.engine.engine import Engine
+from worker.engine.request import Request
+from worker.engine.scheduler import LONG_PREFILL_STEPS
+
+BUDGET = 16
+LONG = LONG_PREFILL_STEPS * BUDGET
+DOCUMENT = random.Random(0).choices(range(256), k=3 * LONG)
+
+
+def engine(**settings: object) -> Engine:
+    return tiny_engine(**{"max_batch_tokens": BUDGET, "max_batch_size": 12, "num_blocks": 400, **settings})
+
+
+def num_computed(engine: Engine) -> int:
+    """Run to the end; the tokens that all steps computed."""
+    computed = 0
+    while engine.has_work():
+        engine.step()
+        assert engine.last_step is not None
+        computed += engine.last_step.num_tokens
+    assert_idle(engine)
+    return computed
+
+
+def asking(count: int, prompt: Sequence[int] = DOCUMENT, **fields: object) -> list[Request]:
+    """Requests with a prompt in common but for its last token."""
+    return [request(f"r{i}", [*prompt, i], 3, **fields) for i in range(count)]
+
+
+def test_a_document_that_many_ask_about_at_once_is_computed_once() -> None:
+    several, alone = engine(), engine()
+    requests = asking(8)
+    for item in requests:
+        several.add(item)
+    assert several.stats().waiting_realtime == 8
+    assert num_computed(several) <= len(DOCUMENT) + 8 * (16 + 3)
+    for item in requests:
+        twin = request("twin", item.prompt_token_ids, 3)
+        run(alone, [twin])
+        assert item.output_token_ids == twin.output_token_ids
+
+
+def test_only_what_is_shared_is_waited_for() -> None:
+    several = engine()
+    first, second = request("first", DOCUMENT, 3), request("second", [*DOCUMENT[: LONG + 20], *[7] * 90], 3)
+    several.add(first)
+    several.add(second)
+    while not second.num_computed_tokens:
+        several.step()
+    assert first.num_computed_tokens < len(DOCUMENT) - BUDGET
+    assert second.num_cached_tokens >= LONG + 20 - 16
+    num_computed(several)
+
+
+@pytest.mark.parametrize("ends", [0, 1, 3])
+def test_whoever_ends_early_the_others_are_answered_and_compute_it_once(ends: int) -> None:
+    several = engine()
+    requests = asking(4)
+    for item in requests:
+        several.add(item)
+    for _ in range(3):
+        several.step()
+    several.abort(requests[ends].id)
+    assert several.stats().waiting_realtime + several.stats().running_realtime == 3
+    assert num_computed(several) <= len(DOCUMENT) + 4 * (16 + 3)
+    assert [len(item.output_token_ids) for item in requests] == [0 if i == ends else 3 for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tier": "batch"}, {"source": "other"}, {"deadline_at_s": 1.0}], ids=["another tier", "another source", "sooner due"]
+)
+def test_nobody_waits_for_one_that_comes_behind_it(fields: dict[str, object]) -> None:
+    several = engine()
+    several.add(request("first", DOCUMENT, 3))
+    several.add(request("second", DOCUMENT, 3, **fields))
+    assert several._prefixes.num_held("realtime") == several._prefixes.num_held("batch") == 0
+    num_computed(several)
+
+
+@pytest.mark.parametrize("settings", [{"enable_prefix_caching": False}, {"policy": "static", "max_wait_ms": 0.0}])
+def test_nobody_waits_where_nothing_would_be_found(settings: dict[str, object]) -> None:
+    several = engine(**settings)
+    for item in asking(3):
+        several.add(item)
+    assert several._prefixes.num_held("realtime") == 0
+    num_computed(several)
+
+
+def test_short_prompts_and_other_documents_go_on_meanwhile() -> None:
+    several = engine()
+    for item in asking(6):
+        several.add(item)
+    short, other = request("short", [1, 2, 3], 3), request("other", DOCUMENT[::-1], 3)
+    several.add(short)
+    several.add(other)
+    for _ in range(8):
+        several.step()
+    assert len(short.output_token_ids) == 3
+    assert other.num_computed_tokens
+    num_computed(several)
+
+
+def test_several_outputs_of_a_prompt_wait_with_the_first_of_them() -> None:
+    several = engine()
+    leader, *outputs = [request(f"r{i}", DOCUMENT, 3, seed=i, temperature=1.0) for i in range(4)]
+    several.add(leader)
+    several.add_all(outputs)
+    several.step()
+    several.abort(outputs[0].id)
+    assert num_computed(several) <= len(DOCUMENT) + 4 * (16 + 3)
+    assert [len(item.output_token_ids) for item in (leader, *outputs[1:])] == [3, 3, 3]
