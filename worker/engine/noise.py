@@ -1,8 +1,9 @@
 """Sampling noise without a generator: a function of (seed, position, token id) and nothing else.
 
-A draw never depends on what was drawn before, so a request's text is the same whoever its neighbours in the batch
-are, and after preemption or on another worker (counter-based random numbers: Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", 2011). The bit mixer is SplitMix64's (Steele, Lea and Flood 2014).
+A draw never depends on what was drawn before, so it is the same whatever the request's neighbours in the batch are, and after
+preemption or on another worker (counter-based random numbers: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+The bit mixer is SplitMix64's (Steele, Lea and Flood 2014). The logits it is added to are not quite so: attention splits long
+sequences by the work in the step, so their last bits depend on it, and where two tokens are nearly tied either may win.
 """
 
 from __future__ import annotations
