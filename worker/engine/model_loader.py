@@ -168,10 +168,10 @@ def runs_natively(config: EngineConfig, device: torch.device, architectures: Seq
 
 
 def local_model_path(model: str) -> str:
-    """What transformers loads a model from: a folder (a GGUF file is converted into one, once), or the hub id as it is.
+    """What transformers loads a model from: a folder (a GGUF file is converted into one, once), or the hub id itself.
 
     Raises:
-        ModelUnavailable: there is nothing there.
+        ModelUnavailable: it does not exist.
     """
     if (file := _gguf_file(model)) is not None:
         return str(_converted(file))
@@ -184,7 +184,7 @@ def local_model_path(model: str) -> str:
 
 
 def read_vocab_size(model: str) -> int:
-    """Of a model by name, how many token ids it has; loads no weights. Raises `ModelUnavailable` where there is no such model."""
+    """How many token ids a model, given by name, has; loads no weights. Raises `ModelUnavailable` if there is no such model."""
     from transformers import AutoConfig
 
     with _quiet(), _readable(model):
@@ -203,7 +203,7 @@ def _name(model: str) -> str:
 
 
 def _gguf_file(model: str) -> Path | None:
-    """The file that a model is to be converted from; None where it needs no conversion. Raises `ModelUnavailable` if it is not there."""
+    """The file from which a model has to be converted; None if it needs no conversion. Raises `ModelUnavailable` if it is missing."""
     if model == "demo":
         return _demo_file()
     path = Path(model).expanduser()
@@ -215,7 +215,7 @@ def _gguf_file(model: str) -> Path | None:
 
 
 def _demo_file() -> Path:
-    spec = importlib.util.find_spec(DEMO_PACKAGE)  # found, not imported: the package wants others that nothing here needs
+    spec = importlib.util.find_spec(DEMO_PACKAGE)  # found, not imported: the package imports others that nothing here needs
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
@@ -226,7 +226,7 @@ def _demo_file() -> Path:
 def _converted(file: Path) -> Path:
     """The folder with the model of a GGUF file, dequantised to bfloat16, and its tokenizer; made once and kept.
 
-    It is written beside its place and renamed into it, so it is whole when it is there, and of two processes at once one wins.
+    It is written beside its place and then renamed, so it is complete if it exists; of two processes at once, one wins.
     """
     folder = _conversion_of(file)
     if folder.is_dir():
@@ -238,7 +238,7 @@ def _converted(file: Path) -> Path:
         try:
             scratch.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -246,7 +246,7 @@ def _converted(file: Path) -> Path:
 
 
 def _conversion_of(file: Path) -> Path:
-    """Where the conversion of this very file is kept, once it is made."""
+    """Where the conversion of exactly this file is kept, once it is made."""
     stat = file.stat()
     key = hashlib.sha256(f"{_CONVERSION}:{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     return cache_folder() / "models" / f"{file.stem}-{key}"
@@ -272,7 +272,7 @@ def _load(source: str, config: EngineConfig, device: torch.device) -> tuple[Any,
 
 
 def _read(source: str, config: EngineConfig, device: torch.device) -> tuple[torch.dtype, Any]:
-    """Dtype and tokenizer of a model that passes what can be checked before gigabytes of weights are read."""
+    """Dtype and tokenizer of a model, after the checks that are possible before gigabytes of weights are read."""
     from transformers import AutoConfig, AutoTokenizer
 
     trust = config.trust_remote_code
@@ -284,7 +284,7 @@ def _read(source: str, config: EngineConfig, device: torch.device) -> tuple[torc
 
 
 def _check_weights(folder: Path) -> None:
-    """Whether the files of weights are all there and as long as they say. Raises what the parser does, or `ModelUnavailable`."""
+    """Check that all weight files are there and have their stated lengths. Raises the parser's errors, or `ModelUnavailable`."""
     from safetensors import safe_open
 
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -304,9 +304,9 @@ def _check_weights(folder: Path) -> None:
 
 
 def _eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Of the generation config, the model's config and the tokenizer together; each may name none, one or several.
+    """The ids from the generation config, the model's config and the tokenizer together; each may name none, one or several.
 
-    A tokenizer may name one that the model has no logit for: it never comes, and to forbid it would forbid another row's token.
+    A tokenizer may name one for which the model has no logit: it never comes, and forbidding it would forbid another row's token.
     """
     found: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
@@ -317,7 +317,7 @@ def _eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int
 
 @contextlib.contextmanager
 def _readable(model: str) -> Iterator[None]:
-    """Whatever the parsers of a model's files raise inside, and that is anything, becomes `ModelUnavailable`."""
+    """Turns whatever the parsers of a model's files raise, which may be anything, into `ModelUnavailable`."""
     try:
         yield
     except ModelUnavailable:
@@ -329,7 +329,7 @@ def _readable(model: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, transformers shows no progress bars, log lines or warnings."""
+    """Within this, transformers shows no progress bars, log lines or warnings."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""Runs a step's plan through the model: inputs, forward, and what each request gets from it."""
+"""Runs a step's plan through the model: inputs, forward pass, and each request's result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ForwardOutput(NamedTuple):
     """What the model computed.
 
     Attributes:
-        logits: ``[rows, vocab]`` of the rows that were asked for; may lie in a buffer that the next forward overwrites.
+        logits: ``[rows, vocab]`` of the rows that were asked for; may be in a buffer that the next forward pass overwrites.
         hidden: ``[T, hidden_size]``, all rows, after the final norm.
     """
 
@@ -48,15 +48,15 @@ class ForwardOutput(NamedTuple):
 
 
 class ModelRunner:
-    """Owns the model, the KV cache and the step's buffers; used by the engine's thread alone.
+    """Owns the model, the KV cache and the step's buffers; used only by the engine's thread.
 
     Attributes:
-        on_device: to be entered around whatever is called from another thread than this was made in: what Triton launches goes to the
-            thread's device, wherever the tensors lie.
+        on_device: must be entered around calls from a thread other than the one that made this: Triton launches on the
+            thread's current device, wherever the tensors are.
         clock: where the thread's time goes.
-        num_blocks: of the cache; may be another number after `restore_cache`.
-        run_ahead: launches steps whose tokens are read later; None where `run` alone is used.
-        preemption_costs: of this model; None on a CPU, where the defaults serve.
+        num_blocks: of the cache; may change with `restore_cache`.
+        run_ahead: launches steps whose tokens are read later; None if only `run` is used.
+        preemption_costs: of this model; None on a CPU, for which the defaults are right.
 
     Raises:
         ModelUnavailable: the model's attention would be computed wrongly, or there is no memory for the cache.
@@ -89,18 +89,18 @@ class ModelRunner:
 
     @property
     def kernels(self) -> Kernels:
-        """What serves now; whatever failed when it was tried has given way."""
+        """What computes the steps now, after what failed has given way."""
         return Kernels(self._choice.attention, self._choice.decoder is not None, self._graphs is not None)
 
     def release_cache(self) -> None:
-        """Give back the memory of the KV cache, with what it holds, and of the graphs over it. No step until `restore_cache`."""
+        """Free the KV cache, with what it holds, and the graphs over it. No step until `restore_cache`."""
         self._graphs = None
         self._use(KVCache(self.layers, 0, self._config.block_size, self._cache_dtype, self._loaded.device))
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore_cache(self) -> None:
-        """Make an empty cache in the place of the one there is, as large as the settings and what is free now allow.
+        """Replace the cache by an empty one, as large as the settings and the memory free now allow.
 
         Raises:
             ModelUnavailable: there is no memory for it.
@@ -110,7 +110,7 @@ class ModelRunner:
         self._capture()
 
     def _make_cache(self) -> None:
-        """The cache, and whatever depends on its size."""
+        """Make the cache, and everything that depends on its size."""
         config, loaded = self._config, self._loaded
         self.num_blocks = self._choose_num_blocks()
         self._use(KVCache(self.layers, self.num_blocks, config.block_size, self._cache_dtype, loaded.device, self.num_cpu_blocks))
@@ -140,11 +140,11 @@ class ModelRunner:
         )
 
     def _captures(self) -> bool:
-        """Whether decode steps are to be captured."""
+        """Whether to capture decode steps."""
         return self._config.cuda_graphs and self._loaded.device.type == "cuda" and self._choice.runs_triton()
 
     def _capture(self) -> None:
-        """Capture decode steps, if they are to be, and check what they compute; a model whose steps cannot be runs without."""
+        """Capture decode steps, if wanted, and check what they compute; a model whose steps cannot be captured runs without graphs."""
         if not self._captures():
             return
         config = self._config
@@ -167,7 +167,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _step_bytes(self) -> int:
-        """Most memory of a CUDA device that a full step takes beside weights and cache, outside of attention; sampling is in it."""
+        """Most memory of a CUDA device that a full step takes beside weights and cache, including sampling but not attention."""
         config, params = self._config, SamplingParams(top_p=0.5)
         requests = [Request("sampled", [0], params, 1)] * config.max_batch_size
 
@@ -179,12 +179,12 @@ class ModelRunner:
         return peak_memory_bytes(self._loaded.device, step)
 
     def decoder_seconds(self) -> dict[str, float]:
-        """Where the time of all steps so far went within the fused decoder; empty where none tells."""
+        """Where the time of all steps so far went within the fused decoder; empty if none measures it."""
         decoder = self._choice.native_decoder
         return decoder.phase_seconds() if decoder is not None else {}
 
     def free_unused_weights(self) -> None:
-        """Free those weights of the model's own modules that steps do not read; no other runner may be made of the model after it."""
+        """Free the weights of the model's own modules that steps do not read; afterwards no other runner can be made of the model."""
         if (decoder := self._choice.native_decoder) is not None:
             decoder.release()
 
@@ -203,7 +203,7 @@ class ModelRunner:
             self._compare(self._logits_beside_the_longest, SPLIT_TOKENS)
 
     def _compare(self, forward: Forward, min_tokens: int) -> None:
-        """Compare what a forward computes of sequences of so many tokens with the model's own attention."""
+        """Compare a forward function's results for sequences of at least so many tokens with the model's own attention."""
         config = self._config
         num_blocks = min(self.num_blocks, 64)
         check_numbers(
@@ -220,15 +220,15 @@ class ModelRunner:
         self.cache.clear(num_blocks)
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        """Make a plan's swap copies; once a plan, before its step, and not again where the step is repeated."""
+        """Make a plan's swap copies: once per plan, before its step, and not again if the step is repeated."""
         self.cache.copy_blocks(plan)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled | None]:
-        """Compute a step. Where it raises, no request has changed, and the step, or a part of it, may be run again.
+        """Compute a step. If it raises, no request has changed, and the step, or a part of it, may be run again.
 
         Returns:
-            Aligned with the plan's chunks: what came of each ``last`` one, None for the others.
+            Aligned with the plan's chunks: the result of each ``last`` one, None for the others.
         """
         inputs = self._inputs.build(plan.chunks)
         wanted = WantedRows(plan.chunks, inputs.token_starts)
@@ -270,7 +270,7 @@ class ModelRunner:
         return self.forward(inputs.input_ids, inputs.positions, inputs.meta, rows).logits
 
     def _logits_beside_the_longest(self, inputs: StepInputs, rows: Tensor) -> Tensor:
-        """As in a step with a sequence of the longest context there can be: our kernels for CUDA split what they then would."""
+        """Logits as in a step with a sequence of the longest possible context, for which our CUDA kernels split sequences."""
         inputs.meta.max_seq_len = self._loaded.max_model_len
         return self._logits(inputs, rows)
 

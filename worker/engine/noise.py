@@ -1,9 +1,9 @@
-"""Sampling noise without a generator: a function of (seed, position, token id) and nothing else.
+"""Sampling noise without a generator: a function of only (seed, position, token id).
 
-A draw never depends on what was drawn before, so it is the same whatever the request's neighbours in the batch are, and after
+A draw never depends on earlier draws, so it is the same whatever other requests are in the batch, and after
 preemption or on another worker (counter-based random numbers: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-The bit mixer is SplitMix64's (Steele, Lea and Flood 2014). The logits it is added to are not quite so: attention splits long
-sequences by the work in the step, so their last bits depend on it, and where two tokens are nearly tied either may win.
+The bit mixer is SplitMix64's (Steele, Lea and Flood 2014). The logits to which it is added may differ slightly: attention splits
+long sequences by the work in the step, so their last bits depend on it, and if two tokens are nearly tied either may win.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-TAIL_TOKEN = -1  # stands for "all other tokens" where they compete as one
+TAIL_TOKEN = -1  # stands for "all other tokens" when they compete as one
 
 
 def row_key(seed: int, position: int) -> int:
@@ -36,7 +36,7 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         token_ids: [N] int64.
 
     Returns:
-        [N] float32, between -2.9 and 22.9. Element i depends on ``keys[i]`` and ``token_ids[i]`` alone.
+        [N] float32, between -2.9 and 22.9. Element i depends only on ``keys[i]`` and ``token_ids[i]``.
     """
     bits = _mix(keys + token_ids * _signed(_GOLDEN)) >> 32 & 0xFFFFFFFF
     uniform = (bits.to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)

@@ -21,10 +21,10 @@ def run_to_end(engine: Engine, wire_requests: Sequence[GenerateRequest]) -> list
     """Run requests together until all have ended.
 
     Returns:
-        One result a request, in order; only `Timings` that the engine can know are set.
+        One result per request, in order; only the `Timings` that the engine can know are set.
 
     Raises:
-        HeadraceError: the first that any request met; none of the others is left in the engine.
+        HeadraceError: the first error of any request; no request is left in the engine.
     """
     assert not engine.has_work(), "somebody else's outputs would be lost"
     runs = [_Run(engine, wire_request) for wire_request in wire_requests]
@@ -45,7 +45,7 @@ def run_to_end(engine: Engine, wire_requests: Sequence[GenerateRequest]) -> list
 
 
 class _Run:
-    """One wire request's way through the engine."""
+    """One wire request's run through the engine."""
 
     def __init__(self, engine: Engine, wire_request: GenerateRequest) -> None:
         requests = engine.inputs.prepare_all(wire_request)
@@ -83,7 +83,7 @@ class _Part:
         self._logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
 
     def take(self, output: StepOutput) -> Ending | None:
-        """Add a step's output; returns what it came to where that was the end."""
+        """Add a step's output; returns the request's ending if this was the last one."""
         delta = self._detokenizer.push(output.token_ids, output.finished)
         self._token_ids += output.token_ids[: delta.num_tokens_kept]
         if self._logprobs is not None:

@@ -1,4 +1,4 @@
-"""One reply out of the engine requests that a wire request became (`InputProcessor.prepare_all`)."""
+"""One reply from the engine requests that a wire request became (`InputProcessor.prepare_all`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ending = Choice | float | list[float]  # of kind generate, score, embed
 
 
 class OutputCollector:
-    """Collects how the engine requests of one wire request ended, until all have.
+    """Collects the endings of one wire request's engine requests until all have ended.
 
     Args:
         request_id: of the wire request.
@@ -32,7 +32,7 @@ class OutputCollector:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the prompt that all share."""
+        """Tokens of the prompt that all of them share."""
         first = self.requests[0]
         return first.score_start if first.kind == "score" else first.num_prompt_tokens
 
@@ -41,7 +41,7 @@ class OutputCollector:
         return request.id in self._endings
 
     def put(self, request: Request, ending: Ending) -> None:
-        """Note how one ended: its `Choice`, its score, or its embedding."""
+        """Record how one ended: its `Choice`, its score, or its embedding."""
         assert request in self.requests, f"{request.id} is no part of {self.request_id}"
         self._endings[request.id] = ending
 
@@ -68,11 +68,11 @@ class OutputCollector:
 def ending_of(
     step: StepOutput, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprob] | None, stopped_by: str | None
 ) -> Ending:
-    """What the output at ``index`` of the reply has come to; ``step`` is its last one.
+    """The ending of the output at ``index`` of the reply; ``step`` is its last one.
 
     Args:
         text: of all its ``token_ids``.
-        stopped_by: the stop string that ended it, which the engine knows nothing of.
+        stopped_by: the stop string that ended it, which the engine does not know about.
     """
     if step.score is not None:
         return step.score

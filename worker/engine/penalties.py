@@ -1,7 +1,7 @@
-"""What changes the logits before a token is chosen: bias, minimum length, and the three penalties.
+"""Adjustments of the logits before a token is chosen: bias, minimum length, and the three penalties.
 
-Only the touched entries are read and written: for each request its tokens' ids and counts are kept up to date as
-tokens come, so a step costs the new tokens and not the whole sequence.
+Only the affected entries are read and written: each request's token ids and counts are kept up to date as
+tokens come, so the cost of a step is that of the new tokens, not of the whole sequence.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def adjust_logits(logits: torch.Tensor, requests: Sequence[Request]) -> None:
     """Apply, in place: ``logit_bias``; then ``min_tokens``, which forbids every stop token; then the penalties.
 
     Bias before penalties is vLLM's order. The repetition penalty divides positive and multiplies negative logits of
-    tokens seen in prompt or output (CTRL, Keskar et al. 2019); frequency and presence count the output alone (OpenAI).
+    tokens seen in prompt or output (CTRL, Keskar et al. 2019); frequency and presence count only the output (OpenAI).
 
     Args:
-        logits: [rows, vocab] float32, row i of ``requests[i]``. Each row's result depends on that row alone.
+        logits: [rows, vocab] float32, row i of ``requests[i]``. Each row's result depends only on that row.
     """
     _add_bias(logits, requests)
     _forbid_stop_tokens(logits, requests)

@@ -1,4 +1,4 @@
-"""Throws requests out of the batch, and chooses how. Pure bookkeeping: neither torch nor redis."""
+"""Preempts requests, by recompute or swap. Pure bookkeeping: neither torch nor redis."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PCIE_BYTES_PER_S = 2e10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionCosts:
-    """What it costs to lose a request's blocks; only the ratio counts, so an engine may inject what it measured.
+    """The cost of losing a request's blocks; only the ratio matters, so an engine may inject what it measured.
 
-    That the prefix cache may still have some of the blocks when the request comes back is not counted on.
+    It ignores that the prefix cache may still have some of the blocks when the request comes back.
 
     Attributes:
         recompute_s_per_token: to prefill one token again. The default is a 0.1B model's on two CPU cores.
@@ -30,12 +30,12 @@ class PreemptionCosts:
 
     @classmethod
     def on_cuda(cls, num_weights: int, block_bytes: int) -> PreemptionCosts:
-        """By a model's size and typical rates: two operations a weight and token (all experts counted), PCIe 4 between the memories."""
+        """By a model's size and typical rates: two operations per weight and token (counting all experts), PCIe 4 between the memories."""
         return cls(recompute_s_per_token=2 * num_weights / _CUDA_FLOPS_PER_S, swap_s_per_block=block_bytes / _PCIE_BYTES_PER_S)
 
 
 class Preemption:
-    """Takes back blocks from requests that run at best effort, newest first."""
+    """Takes blocks back from best-effort requests, newest first."""
 
     def __init__(self, blocks: BlockManager, running: RunningSet, queues: WaitingQueues, costs: PreemptionCosts) -> None:
         self.costs = costs
@@ -46,7 +46,7 @@ class Preemption:
         self._queues = queues
 
     def reclaim(self, count: int, plan: StepPlan, spared: Request | None = None) -> bool:
-        """Make ``count`` blocks available, if it takes preempting everyone but ``spared``; returns whether they are."""
+        """Make ``count`` blocks available, if necessary by preempting all requests except ``spared``; returns whether they are."""
         pool = self._blocks.pool
         while pool.num_available < count:
             if not self._blocks.drop_forked() and not self.preempt_newest(plan, spared):
@@ -54,7 +54,7 @@ class Preemption:
         return True
 
     def preempt_newest(self, plan: StepPlan, spared: Request | None = None) -> bool:
-        """Preempt one request, not ``spared``; False where there is none."""
+        """Preempt one request other than ``spared``; False if there is none."""
         victim = self._running.victim(spared)
         if victim is None:
             return False

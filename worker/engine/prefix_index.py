@@ -1,9 +1,9 @@
 """Which block holds which prefix. Pure bookkeeping: neither torch nor redis.
 
-A full block is found by the hash of its tokens and of everything before them: ``SHA-256(key of the block before +
-its tokens)``, begun with a salt (automatic prefix caching, vLLM; the salt keeps others from computing keys). The
-hash only finds; what counts is that the tokens are the same, and the block before is the one that was found
-before. So even a collision cannot hand one request another's content.
+A full block is found by the hash of its tokens and of everything before them: ``SHA-256(key of the previous block +
+its tokens)``, starting with a salt (automatic prefix caching, vLLM; the salt keeps others from computing keys). The
+hash only finds candidates: the tokens must be the same, and the previous block must be the one found before.
+So even a collision cannot give one request another's content.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def sha256(data: bytes) -> bytes:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     block_id: int
-    node: int  # names this prefix; never used again after the entry is dropped
+    node: int  # names this prefix; never reused after the entry is dropped
     parent: int  # node of the prefix that is one block shorter
     key: bytes
     content: bytes
 
 
 class PrefixIndex:
-    """Finds blocks by prefix. Does not know whether a block is in use: that is `BlockPool`'s.
+    """Finds blocks by prefix. Whether a block is in use is only known to `BlockPool`.
 
     Args:
         block_size: tokens in a block.
-        salt: start of every chain; a fresh random one where None.
-        hash_function: bytes -> bytes; anything but `sha256` is for tests of collisions.
+        salt: start of every chain; None makes a random one.
+        hash_function: bytes -> bytes; any other than `sha256` is for tests of collisions.
     """
 
     def __init__(self, block_size: int, salt: bytes | None = None, hash_function: Callable[[bytes], bytes] = sha256) -> None:
@@ -58,14 +58,14 @@ class PrefixIndex:
         return [data[i : i + width] for i in range(0, len(data) - width + 1, width)]
 
     def extend_keys(self, keys: list[bytes], contents: Sequence[bytes]) -> None:
-        """Append to a chain of keys those of the blocks that follow it."""
+        """Append the keys of the blocks that follow to a chain of keys."""
         key = keys[-1] if keys else self._salt
         for content in contents:
             key = self._hash(key + content)
             keys.append(key)
 
     def find(self, key: bytes, parent: int, content: bytes) -> tuple[int, int] | None:
-        """Block and node of a prefix: the one of node ``parent``, then ``content``. None where no block holds it."""
+        """Block and node of a prefix: that of node ``parent`` followed by ``content``. None if no block holds it."""
         entry = self._by_key.get(key)
         if entry is None or entry.parent != parent or entry.content != content:
             return None
@@ -74,12 +74,12 @@ class PrefixIndex:
     def insert(self, block_id: int, key: bytes, parent: int, content: bytes) -> tuple[int, int | None]:
         """Record what a block holds. Returns the prefix's node, and the block that had the key and lost it, if any.
 
-        Where another block holds the same prefix already, that one stays, and this one is not recorded.
+        If another block already holds the same prefix, that one stays, and this one is not recorded.
         """
         found = self.find(key, parent, content)
         if found is not None:
             return found[1], None
-        loser = self._by_key.get(key)  # another prefix, or this one below a node that was dropped
+        loser = self._by_key.get(key)  # of another prefix, or of this one below a node that was dropped
         if loser is not None:
             self.drop(loser.block_id)
         self._last_node += 1

@@ -1,6 +1,6 @@
-"""Compares numbers at load, so that nothing is ever wrong silently: the model over the paged cache against its own attention.
+"""Compares numbers at load, so that nothing is ever silently wrong: the model over the paged cache against its own attention.
 
-Two sequences are computed in chunks and mixed, as the engine does it. Models that are known to run wrongly were refused before
+Two sequences are computed in chunks and mixed, as in the engine. Models that are known to run wrongly have been refused before
 (`compatibility`, `attention.layers`).
 """
 
@@ -23,11 +23,11 @@ from worker.engine.request import Request
 from worker.engine.step import ScheduledChunk
 
 _TAIL = 12  # positions compared, the last of each sequence
-_LONGEST_WINDOW = 256  # that the sequences are made longer than; the masks of longer ones are compared in `attention.layers`
-SPLIT_TOKENS = 540  # of a sequence that attention kernels split, and so they do three quarters of it; 64 blocks of 16 hold both
+_LONGEST_WINDOW = 256  # the sequences are longer than windows up to this; the masks of longer windows are compared in `attention.layers`
+SPLIT_TOKENS = 540  # of a sequence that attention kernels split, as they do one of three quarters of it; 64 blocks of 16 hold both
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _INT8_CACHE_TOLERANCE = 2e-1
-_QUANTILE = 0.75  # of the rows must agree: a router's near tie may tip either way
+_QUANTILE = 0.75  # share of the rows that must agree: a router's near tie may go either way
 
 
 @torch.inference_mode()
@@ -45,13 +45,13 @@ def check_numbers(
 ) -> None:
     """Compare logits of two sequences, computed in chunks and mixed over the paged cache, with those of the model's own attention.
 
-    Uses the first blocks of the cache; whoever owns it cleans them.
+    Uses the first blocks of the cache; its owner clears them.
 
     Args:
         num_blocks: of the cache that may be used.
-        max_tokens: most tokens of one step; one sequence alone is tried where that is 1.
+        max_tokens: most tokens of one step; if that is 1, only one sequence is tried.
         int8_cache: whether the cache rounds keys and values to int8.
-        min_tokens: of the longer sequence, where context and blocks allow.
+        min_tokens: of the longer sequence, if context and blocks allow.
 
     Raises:
         ModelUnavailable: they differ by more than the dtype's rounding explains.
@@ -71,17 +71,17 @@ def check_numbers(
     tolerance = max(_TOLERANCE[model.dtype], _INT8_CACHE_TOLERANCE if int8_cache else 0.0)
     for request, tail in tails.items():
         difference = _difference(torch.cat(tail), _own_logits(model, request))
-        if not difference <= tolerance:  # so that NaN is refused, too
+        if not difference <= tolerance:  # so that NaN is refused too
             raise refusal(model.config, f"over the paged cache its logits differ by {difference:.2g} from those of its own attention")
 
 
 def _past_windows(layers: Sequence[AttentionLayer]) -> int:
-    """Past the longest window that is short enough."""
+    """A length past the longest window that is short enough."""
     return PROBE_TOKENS + max((layer.window for layer in layers if layer.window and layer.window <= _LONGEST_WINDOW), default=0)
 
 
 def _probe_requests(model: Any, longest: int, block_size: int, num_blocks: int) -> list[Request]:
-    """Two sequences of random tokens, the second shorter, if there are blocks for both; their blocks lie scattered."""
+    """Two sequences of random tokens, the second shorter, if there are blocks for both; their blocks are scattered."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     requests: list[Request] = []
@@ -96,9 +96,9 @@ def _probe_requests(model: Any, longest: int, block_size: int, num_blocks: int) 
 
 
 def _steps(requests: Sequence[Request], max_tokens: int) -> Iterator[list[ScheduledChunk]]:
-    """Chunks as a scheduler gives them: long and short, decodes beside chunks and beside decodes; decodes come first."""
+    """Chunks as a scheduler plans them: long and short, decodes beside chunks and beside decodes; decodes come first."""
     most = max_tokens - len(requests) + 1
-    shapes = ((0.5, 0.5, 1, 3, 1, 1), (1, 1, 1.0, 1, 2, 1))  # an int is a number of tokens, a float a share of what they leave
+    shapes = ((0.5, 0.5, 1, 3, 1, 1), (1, 1, 1.0, 1, 2, 1))  # an int is a number of tokens, a float a share of the rest
     lengths = [_chunk_lengths(request.num_tokens, shape, most) for request, shape in zip(requests, shapes, strict=False)]
     starts = [0] * len(requests)
     while any(lengths):
@@ -112,7 +112,7 @@ def _steps(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Schedu
 
 
 def _chunk_lengths(num_tokens: int, shape: Sequence[float], most: int) -> list[int]:
-    """Lengths of the chunks of ``num_tokens`` tokens after a pattern, none longer than ``most``."""
+    """Lengths of the chunks of ``num_tokens`` tokens by a pattern, none longer than ``most``."""
     lengths: list[int] = []
     rest = num_tokens - sum(part for part in shape if isinstance(part, int))
     for part in shape:
@@ -131,7 +131,7 @@ def _tail_rows(chunk: ScheduledChunk, token_start: int) -> list[int]:
 
 
 def _own_logits(model: Any, request: Request) -> Tensor:
-    """Logits of the last positions by the model's own attention, the sequence alone and whole."""
+    """Logits of the last positions by the model's own attention, with the sequence alone and complete."""
     tokens = torch.tensor([request.prompt_token_ids], device=model.device)
     with attention_implementation(model, "eager"):
         output = model(
@@ -145,7 +145,7 @@ def _own_logits(model: Any, request: Request) -> Tensor:
 
 
 def _difference(logits: Tensor, expected: Tensor) -> float:
-    """Of each row the norm of the difference over the norm of what is expected, both centred; of the rows a high quantile."""
+    """A high quantile over the rows of the norm of the difference divided by the norm of the expected row, both centred."""
     expected = expected.float() - expected.float().mean(-1, keepdim=True)
     logits = logits.float() - logits.float().mean(-1, keepdim=True)
     return float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).quantile(_QUANTILE))

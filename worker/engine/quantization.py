@@ -1,4 +1,4 @@
-"""Symmetric int8: rows of codes in -127..127 with a scale each, that of the row's largest magnitude.
+"""Symmetric int8: rows of codes in -127..127, with one scale per row from its largest magnitude.
 
 Rounding to nearest costs an element at most half its row's scale (Jacob et al., "Quantization and Training of Neural Networks for
 Efficient Integer-Arithmetic-Only Inference", 2018, without zero points).
@@ -19,10 +19,10 @@ from producer.errors import ModelUnavailable
 from worker.engine.config import SCALE_BYTES
 
 LARGEST_CODE = 127
-MOST_DEQUANTIZED = 1 << 24  # elements: 64 MiB in float32, beside what they are rounded to
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a row of zeros is divided by something
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")  # a few numbers that choose experts: left as they are
-_LEAST_SHARE = 0.5  # of the decoder's weights that must be in linear layers, or asking for int8 would bring next to nothing
+MOST_DEQUANTIZED = 1 << 24  # elements: 64 MiB in float32, besides their copy in the dtype
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a row of zeros is not divided by zero
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")  # the few weights that choose experts: left as they are
+_LEAST_SHARE = 0.5  # of the decoder's weights that must be in linear layers, or int8 would gain almost nothing
 
 log = structlog.get_logger("headrace.engine")
 
@@ -40,14 +40,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the codes stand for, rounded once to ``dtype``."""
+    """The numbers that the codes stand for, rounded once to ``dtype``."""
     return (codes * scale).to(dtype)
 
 
 def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """``[..., n]`` of ``[..., k]`` by a weight in int8, computed in the input's dtype.
+    """A linear layer with an int8 weight: ``[..., k]`` to ``[..., n]``, computed in the input's dtype.
 
-    No more than `MOST_DEQUANTIZED` of the weight are made numbers at a time. Nothing here waits for the device.
+    At most `MOST_DEQUANTIZED` elements of the weight are dequantized at a time. Nothing here waits for the device.
 
     Args:
         codes: ``[n, k]``; scale ``[n, 1]``, bias ``[n]``.
@@ -63,21 +63,21 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) ->
 
 
 def with_scale(x: Tensor) -> Tensor:
-    """Rows ``[..., D]`` quantised, each with its scale behind it: int8 ``[..., D + SCALE_BYTES]``."""
+    """Rows ``[..., D]`` quantised, each followed by its scale: int8 ``[..., D + SCALE_BYTES]``."""
     codes, scale = quantize_rows(x)
     return torch.cat([codes, scale.view(torch.int8)], -1)
 
 
 def without_scale(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rows of `with_scale` stand for, ``[..., D]``."""
+    """The numbers in rows of `with_scale`, ``[..., D]``."""
     codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
     return dequantize(codes, scale.contiguous().view(torch.float32), dtype)
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with its weight in int8, a scale an output; it computes in its input's dtype.
+    """A linear layer with its weight in int8, one scale per output; it computes in its input's dtype.
 
-    There is no attribute ``weight``: model code that reads one by itself fails, and does not take codes for weights.
+    There is no attribute ``weight``: model code that reads it directly fails, instead of taking codes for weights.
 
     Attributes:
         codes: int8 ``[out_features, in_features]``.
@@ -102,12 +102,12 @@ Linear = nn.Linear | Int8Linear
 
 
 def stored_weight(linear: Linear) -> tuple[Tensor, Tensor | None]:
-    """The weight as it is stored, ``[n, k]``, and the scales ``[n, 1]`` of one in int8."""
+    """The weight as stored, ``[n, k]``, and if it is int8 its scales ``[n, 1]``."""
     return (linear.codes, linear.scale) if isinstance(linear, Int8Linear) else (linear.weight.detach(), None)
 
 
 def store_weight(linear: Linear, values: Tensor) -> None:
-    """Let a layer hold other memory for the values of `stored_weight`: the same elsewhere, or none."""
+    """Let a layer hold other memory for the values of `stored_weight`: the same values elsewhere, or none."""
     if isinstance(linear, Int8Linear):
         linear.codes = values
     else:
@@ -115,7 +115,7 @@ def store_weight(linear: Linear, values: Tensor) -> None:
 
 
 def stacked(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Linears that read the same input as one, their outputs one after the other: weight as stored, bias, scales. One is not copied."""
+    """Linears that read the same input, stacked by output: weight as stored, bias, scales. A single one is not copied."""
     weights, scales = zip(*map(stored_weight, linears), strict=True)
     biases = [linear.bias for linear in linears]
     if len(linears) == 1:
@@ -127,10 +127,10 @@ def stacked(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None, Tensor | 
 
 
 def quantize_linears(model: Any) -> None:
-    """Quantise the linear layers of a ``...ForCausalLM``, its output head among them. An embedding that is tied to the head stays.
+    """Quantise the linear layers of a ``...ForCausalLM``, including its output head. An embedding that is tied to the head stays.
 
     Raises:
-        ModelUnavailable: most of its weights are elsewhere (experts, convolutions), or a weight is no finite number.
+        ModelUnavailable: most of its weights are elsewhere (experts, convolutions), or a weight is not finite.
     """
     linears = linear_layers(model)
     for name, linear in linears.items():
@@ -142,7 +142,7 @@ def quantize_linears(model: Any) -> None:
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """The layers of a ``...ForCausalLM`` that are quantised, by name. Raises `ModelUnavailable` where that is too few of them."""
+    """The layers of a ``...ForCausalLM`` that are quantised, by name. Raises `ModelUnavailable` if these are too few."""
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and not _ROUTER.search(name)}
     _check_share(model, linears)
     return linears

@@ -13,20 +13,20 @@ class WaitingQueue:
     """The waiting requests of a tier: those that were preempted first, then the least served source's.
 
     Within a source, and among the preempted, the earliest deadline comes first, then the earliest arrival. A
-    preempted request thus keeps its place: it was chosen once, and is not chosen again.
+    preempted request keeps its place: it was chosen once, and need not be chosen again.
     """
 
     def __init__(self, source_weights: Mapping[str, float]) -> None:
         self._returning: WaiterHeap[Request] = WaiterHeap()
         self._new: FairQueue[Request] = FairQueue(source_weights)
         self._num_new = 0
-        self.num_blocks = 0  # that the waiting requests will need at most
+        self.num_blocks = 0  # most blocks that the waiting requests will need
 
     def __len__(self) -> int:
         return self._num_new + len(self._returning)
 
     def push(self, request: Request, *, lift: bool = True) -> None:
-        """Let a request wait. ``lift`` (see `FairQueue.push`) unless it was taken out only a moment ago."""
+        """Let a request wait. Pass ``lift`` (see `FairQueue.push`) unless it was taken out only a moment ago."""
         self.num_blocks += request.max_blocks
         if request.status is RequestStatus.WAITING:
             self._num_new += 1
@@ -60,10 +60,10 @@ class WaitingQueue:
 
 
 class WaitingQueues:
-    """All that wait, by tier.
+    """All waiting requests, by tier.
 
-    Batch requests that need more blocks than realtime leaves to their tier wait apart, so that they hold nobody
-    up while realtime is busy.
+    Batch requests that need more blocks than realtime leaves to their tier wait apart, so that they block no others
+    while realtime is busy.
 
     Args:
         batch_blocks: blocks that realtime leaves to the batch tier.
@@ -82,7 +82,7 @@ class WaitingQueues:
         return len(self.realtime) + len(self.batch) + len(self.oversized)
 
     def of(self, request: Request) -> WaitingQueue:
-        """The queue that a request waits in."""
+        """The queue in which a request waits."""
         if request.tier == "realtime":
             return self.realtime
         return self.oversized if request.max_blocks > self._batch_blocks else self.batch
@@ -92,5 +92,5 @@ class WaitingQueues:
         return len(self.realtime) if tier == "realtime" else len(self.batch) + len(self.oversized)
 
     def num_blocks(self, tier: Tier) -> int:
-        """Blocks that the waiting requests of a tier will need at most."""
+        """Most blocks that the waiting requests of a tier will need."""
         return self.realtime.num_blocks if tier == "realtime" else self.batch.num_blocks + self.oversized.num_blocks

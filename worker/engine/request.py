@@ -1,4 +1,4 @@
-"""A request as the engine sees it. Neither torch nor redis."""
+"""A request in the engine. Neither torch nor redis."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from producer.wire import Kind, TokenLogprob
 if TYPE_CHECKING:
     from worker.engine.fairness import SourceAccount
 
-UNKNOWN_TOKEN = -1  # last of the output: sampled, but not read from the device yet (an engine that plans a step ahead)
+UNKNOWN_TOKEN = -1  # last of the output: sampled, but not yet read from the device (`run_ahead`)
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life; `Request.move_to` guards the steps between."""
+    """The states of a request; `Request.move_to` guards the transitions."""
 
-    WAITING = "waiting"  # owns no blocks but those of a shared prefix
+    WAITING = "waiting"  # owns no blocks except those of a shared prefix
     RUNNING = "running"  # in the batch
-    PREEMPTED = "preempted"  # thrown out, to be recomputed: owns no blocks
-    SWAPPED = "swapped"  # thrown out, its blocks lie in CPU memory
+    PREEMPTED = "preempted"  # preempted, to be recomputed: owns no blocks
+    SWAPPED = "swapped"  # preempted, its blocks are in CPU memory
     FINISHED = "finished"  # owns nothing
 
 
@@ -44,27 +44,27 @@ class Request:
 
     A request owes ``num_tokens - num_computed_tokens`` tokens of computation. A step that computes
     the last one owed samples the next. ``output_token_ids`` may be non-empty from the start: a
-    request that is resumed brings what was already generated.
+    resumed request has what was already generated.
 
     Attributes:
         id: unique within the engine.
         seed: of the sampling noise, always set here (`SamplingParams.seed` may be None).
-        max_tokens: most output tokens, those resumed counted, resolved against the context length.
+        max_tokens: most output tokens, including resumed ones, resolved against the context length.
         arrival: order of arrival, smaller is earlier; kept through preemption and resume.
         deadline_at_s: monotonic, or None; orders the waiting queue of a tier (earliest first).
         eos_token_ids: the model's stop tokens, empty with ``ignore_eos``.
         first_step_s: monotonic; when its first step was planned, None before.
-        num_cached_tokens: of the prompt, how many came from the prefix cache when it was first admitted.
+        num_cached_tokens: how many prompt tokens came from the prefix cache when it was first admitted.
         block_ids: the block table, in order; entry i holds positions ``i*block_size ...``.
         score_start: kind ``score``: the position of the first token whose log-probability is summed into ``score``.
-        pooled: kind ``embed``: the running pool of hidden states, the model runner's own.
-        grammar: the state of a structured output, the sampler's own.
-        token_counts: what the penalties count, the sampler's own.
-        sort_key: order within its tier: deadline, arrival, order of `Scheduler.add`. This and what follows are the scheduler's own.
+        pooled: kind ``embed``: the running pool of hidden states; only for the model runner.
+        grammar: the state of a structured output; only for the sampler.
+        token_counts: what the penalties count; only for the sampler.
+        sort_key: order within its tier: deadline, arrival, order of `Scheduler.add`. This and the following are only for the scheduler.
         max_blocks: blocks that ``max_kv_tokens`` take.
-        guaranteed: promised all of its blocks, so never preempted; the others run at best effort.
+        guaranteed: promised all of its blocks, so never preempted; the others are best effort.
         block_keys: prefix key of each full block, as far as known.
-        num_indexed_blocks: how many leading blocks the prefix index knows; ``prefix_node`` names them there.
+        num_indexed_blocks: how many leading blocks are in the prefix index, where ``prefix_node`` names them.
         account: its source's service.
     """
 
@@ -120,13 +120,13 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many leading tokens may come from the prefix cache: what the step must see itself may not."""
+        """How many leading tokens may come from the prefix cache; tokens that the step itself must compute may not."""
         if self.kind == "embed":
             return 0
         return max(self.score_start - 1, 0) if self.kind == "score" else self.num_tokens - 1
 
     def forget_computation(self) -> None:
-        """Start over: everything is owed again. Output tokens stay."""
+        """Start over: all tokens are owed again. Output tokens stay."""
         self.num_computed_tokens = 0
         self.score = 0.0
         self.pooled = None
@@ -141,7 +141,7 @@ class Request:
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
 
     def move_to(self, status: RequestStatus) -> None:
-        """Change the status; a step that the life of a request does not have is our bug."""
+        """Change the status; a transition that does not exist is our bug."""
         assert status in _NEXT[self.status], f"{self.id}: {self.status.name} -> {status.name}"
         self.status = status
 
@@ -151,10 +151,10 @@ def check_fits(request: Request, max_model_len: int, num_slots: int = sys.maxsiz
 
     Args:
         max_model_len: context limit in tokens, prompt and output together.
-        num_slots: tokens that the whole KV cache holds.
+        num_slots: tokens that fit the whole KV cache.
 
     Raises:
-        ContextLengthExceeded: names the limit, and the field that is over it.
+        ContextLengthExceeded: names the limit, and the field that exceeds it.
     """
     num_prompt, max_tokens = request.num_prompt_tokens, request.max_tokens
     for needed, limit, what in ((num_prompt + max_tokens, max_model_len, "context"), (request.max_kv_tokens, num_slots, "KV cache")):

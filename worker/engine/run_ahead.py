@@ -1,10 +1,11 @@
-"""Launches a step before the tokens of the one before it were read, so that the device never waits for the host.
+"""Launches a step before the tokens of the previous one are read, so that the device never waits for the host.
 
-Sampled tokens stay on the device and are fed to the next step there; the host reads them while that step runs (as vLLM's and
-SGLang's asynchronous schedulers do). Until it has, the last output token of a request is `request.UNKNOWN_TOKEN`.
+This is known as asynchronous scheduling (vLLM) or overlap scheduling (SGLang). Sampled tokens stay on the device, where the next
+step reads them, and the host reads them while that step runs. Until then the last output token of a request is
+`request.UNKNOWN_TOKEN`.
 
-A request whose last token turns out to end it has already been launched once too often; that step's result for it is dropped. Its
-writes are harmless: its blocks were its own at launch, and their next owner writes later on the same stream.
+A request whose last token turns out to end it has already been launched once too often; that step's result for it is dropped. The
+step's writes are harmless: the blocks belonged to the request at launch, and their next owner writes later on the same stream.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from worker.engine.step_clock import StepClock
 
 
 class Moment:
-    """A place in the device's queue of work, and when the device comes by it."""
+    """A point in the device's queue of work, and the time when the device reaches it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -34,28 +35,28 @@ class Moment:
         self._host_s = time.monotonic()
 
     def wait(self) -> None:
-        """Until the device has come by."""
+        """Wait until the device has reached it."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Of the device's time; it must have come by both."""
+        """Seconds between two points on the device, which must have reached both."""
         if self._event is None or earlier._event is None:
             return self._host_s - earlier._host_s
         return float(earlier._event.elapsed_time(self._event)) / 1000.0
 
 
 class PendingStep:
-    """A step that was launched, and whose tokens are on their way to the host.
+    """A step that was launched, and whose tokens are being copied to the host.
 
     Args:
-        sampled: of the plan's chunks, those that yield a token; row i of ``tokens`` is of chunk ``sampled[i]``.
+        sampled: the plan's chunks that yield a token; row i of ``tokens`` is for chunk ``sampled[i]``.
         begun: before its first work.
-        behind: the step that the device works on before it; None where it may have had nothing to do.
+        behind: the step that the device computes before it; None if the device may have had nothing to do.
 
     Attributes:
-        ended: behind its last work.
-        seconds, idle_seconds: what it took, and how long the device did nothing before it; known with its result.
+        ended: after its last work.
+        seconds, idle_seconds: its duration, and how long the device did nothing before it; known with its result.
     """
 
     def __init__(self, plan: StepPlan, sampled: Sequence[int], tokens: DeviceTokens, begun: Moment, behind: PendingStep | None) -> None:
@@ -69,13 +70,13 @@ class PendingStep:
         self.ended: Moment = Moment(tokens.token_ids.device)
 
     def mark_unknown(self) -> None:
-        """Let each request that goes on owe its unread token, so that the next step can be planned."""
+        """Let each request that continues owe its unread token, so that the next step can be planned."""
         for request in self.row_of:
             if request.status is RequestStatus.RUNNING and len(request.output_token_ids) + 1 < request.max_tokens:
                 request.output_token_ids.append(UNKNOWN_TOKEN)
 
     def result(self) -> list[Sampled | None]:
-        """Wait for the tokens; takes the unknown ones out of the requests again. As `ModelRunner.run`'s result."""
+        """Wait for the tokens, and remove the unknown ones from the requests. Returns what `ModelRunner.run` does."""
         self.ended.wait()
         self.seconds = self.ended.seconds_since(self._begun)
         self.idle_seconds = max(self._begun.seconds_since(self._before), 0.0)
@@ -88,12 +89,12 @@ class PendingStep:
 
 
 class RunAhead:
-    """Launches steps one after the other, each with the unread tokens of the one before.
+    """Launches steps one after the other, each with the unread tokens of the previous one.
 
     Args:
         inputs: two, used in turn: the host fills one while the device may still read the other.
         forward: must not wait for the device.
-        clock: is told of the phases of launches.
+        clock: records the phases of launches.
     """
 
     def __init__(self, inputs: tuple[InputBatch, InputBatch], forward: Forward, clock: StepClock) -> None:
@@ -107,7 +108,7 @@ class RunAhead:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, behind: PendingStep | None) -> PendingStep:
-        """Put a plan's work on the device's queue, behind a step whose tokens are not read yet, or none.
+        """Queue a plan's work on the device, after a step whose tokens are not read yet, if any.
 
         Raises what the model raises; then nothing was launched.
         """
@@ -127,7 +128,7 @@ class RunAhead:
 
 
 def _carry(behind: PendingStep | None, input_ids: Tensor, requests: Sequence[Request], ends: Sequence[int]) -> None:
-    """Put the unread tokens of the step before where ``input_ids`` [T] has `UNKNOWN_TOKEN`: at the ends of its requests."""
+    """Put the previous step's unread tokens where ``input_ids`` [T] has `UNKNOWN_TOKEN`: at the ends of its requests."""
     unknown = [(request, end) for request, end in zip(requests, ends, strict=True) if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]]
     if not unknown:
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from producer.keys import Tier
 from worker.engine.request import Request
 
-MAX_PREEMPTIONS = 3  # a request that was preempted so often is chosen only where no other is left
+MAX_PREEMPTIONS = 3  # a request that was preempted this often is chosen only if there is no other
 
 
 class RunningSet:
@@ -37,12 +37,12 @@ class RunningSet:
             self.guaranteed_batch = None
 
     def eldest_best_effort(self, max_blocks: int) -> Request | None:
-        """The first in arrival of those that may be preempted and need at most ``max_blocks``."""
+        """The earliest arrival of those that may be preempted and need at most ``max_blocks``."""
         candidates = (request for request in self._best_effort() if request.max_blocks <= max_blocks)
         return min(candidates, key=_arrival, default=None)
 
     def victim(self, spared: Request | None) -> Request | None:
-        """Whom to preempt: the last in arrival, unless it was preempted too often. None where nobody else may be."""
+        """The request to preempt: the latest arrival, unless it was preempted too often. None if there is no other candidate."""
         candidates = (request for request in self._best_effort() if request is not spared)
         return max(candidates, key=_susceptibility, default=None)
 

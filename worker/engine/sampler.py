@@ -1,8 +1,8 @@
-"""Chooses the next tokens of a batch. Each row depends on its own logits and request alone, bit for bit.
+"""Chooses the next tokens of a batch. Each row depends only on its own logits and request, bit for bit.
 
 Order, as in vLLM: bias, minimum length, penalties (`penalties`), grammar (`structured`); then greedy, or temperature, min-p, top-k, top-p
 (`filters`) and a draw by the Gumbel-max trick with noise that is a function of (seed, position, token) (`noise`).
-Log-probabilities are of the model's own distribution, before all of this.
+Log-probabilities are those of the model's own distribution, before all of this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAILED = Sampled(error_code="BATCH_FAILED")
 
 
 class Sampler:
-    """Chooses a token for each row of logits; holds nothing between calls (what it counts is in the requests)."""
+    """Chooses a token for each row of logits; keeps no state between calls (counts are in the requests)."""
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[Sampled]:
         """Sample the token at position ``num_tokens`` of each request.
@@ -36,7 +36,7 @@ class Sampler:
             logits: [rows, vocab], float32, float16 or bfloat16, on any device; row i of ``requests[i]``. Not written to.
 
         Returns:
-            One `Sampled` a row. A row with a NaN, a +inf or nothing finite has ``error_code`` BATCH_FAILED; its neighbours are unharmed.
+            One `Sampled` per row. A row with a NaN, a +inf or nothing finite has ``error_code`` BATCH_FAILED; the others are not affected.
         """
         assert len(requests) == logits.shape[0]
         if not requests:
@@ -53,7 +53,7 @@ class Sampler:
 
 
 def takes_likeliest(request: Request) -> bool:
-    """Whether all that this request needs of its logits is where the largest is."""
+    """Whether this request needs only the index of its largest logit."""
     return _greedy(request) and not _adjusted(request) and request.params.logprobs is None
 
 
@@ -66,7 +66,7 @@ def _adjusted(request: Request) -> bool:
 
 
 def _select(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """These rows as float32; the values themselves where that is all of them."""
+    """These rows as float32; the values themselves if that is all rows."""
     if len(rows) < values.shape[0]:
         values = values[torch.tensor(rows, device=values.device)]
     return values.float()
@@ -78,7 +78,7 @@ def _put(token_ids: list[int], rows: Sequence[int], chosen: Sequence[int]) -> No
 
 
 def _choose_adjusted(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Choose, greedily or not, from adjusted logits; ``logits`` [rows, vocab] float32. `_NO_TOKEN` where all is forbidden."""
+    """Choose, greedily or not, from adjusted logits; ``logits`` [rows, vocab] float32. `_NO_TOKEN` if all tokens are forbidden."""
     logits = logits.clone()
     adjust_logits(logits, requests)
     forbid_tokens(logits, [request.grammar for request in requests])
@@ -88,12 +88,12 @@ def _choose_adjusted(logits: torch.Tensor, requests: Sequence[Request]) -> list[
 
 
 def _finite(top: torch.Tensor) -> list[int]:
-    """The rows that can be sampled, by their maxima: a NaN is greater than all, so these tell of every bad value."""
+    """The rows that can be sampled, by their maxima: a NaN counts as the maximum, so these reveal every bad value."""
     return [row for row, finite in enumerate(torch.isfinite(top).tolist()) if finite]
 
 
 def _choose(token_ids: list[int], logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request], rows: Sequence[int]) -> None:
-    """Put in the tokens of these rows."""
+    """Fill in the tokens of these rows."""
     greedy = [row for row in rows if _greedy(requests[row])]
     if greedy:
         _put(token_ids, greedy, _select(logits, greedy).argmax(-1).tolist())
@@ -103,10 +103,10 @@ def _choose(token_ids: list[int], logits: torch.Tensor, top: torch.Tensor, reque
 
 
 def _draw(logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Draw a token a row from the softmax over the tokens that the filters leave.
+    """Draw one token per row from the softmax over the tokens that the filters leave.
 
-    Where no filter is on, the unlikely tokens compete as one: the greatest of their noisy logits is itself a Gumbel
-    variable at the logarithm of their mass. Only where it wins, one of them is drawn. So noise is made for few tokens.
+    Without a filter, the unlikely tokens compete as one: the greatest of their noisy logits is itself a Gumbel
+    variable at the logarithm of their mass. Only if it wins, one of them is drawn, so noise is made for few tokens.
     """
     params = [request.params for request in requests]
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
@@ -129,7 +129,7 @@ def _draw(logits: torch.Tensor, top: torch.Tensor, requests: Sequence[Request]) 
 
 
 def _draw_unlikely(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor, otherwise: Sequence[int]) -> list[int]:
-    """One of the tail's tokens a row; ``otherwise`` where all of them are impossible (rounding gave the tail its mass)."""
+    """One of the tail's tokens per row; ``otherwise`` if all of them are impossible (the tail's mass came from rounding)."""
     row, token = allowed.nonzero(as_tuple=True)
     token_ids, best = _gumbel_max(rows, keys, row, token, rows.logits[allowed])
     possible = (best > -torch.inf).tolist()
@@ -139,7 +139,7 @@ def _draw_unlikely(rows: SampledRows, keys: torch.Tensor, allowed: torch.Tensor,
 def _gumbel_max(
     rows: SampledRows, keys: torch.Tensor, row: torch.Tensor, token: torch.Tensor, logit: torch.Tensor
 ) -> tuple[list[int], torch.Tensor]:
-    """Of the tokens with these logits the one in each row with the greatest noisy logit, the least id among equals.
+    """For each row the token with the greatest noisy logit, the least id among equals.
 
     Returns:
         token ids; [rows] float32, the winners' noisy logits.

@@ -1,11 +1,11 @@
 """Decides what each step computes. Pure bookkeeping: neither torch nor redis.
 
 One rule: a request owes ``num_tokens - num_computed_tokens`` tokens, and a step has a token budget. Decodes
-(requests that owe exactly one) come first, so no prefill ever holds one up; then prefills in chunks, realtime
+(requests that owe exactly one) come first, so no prefill ever delays one; then prefills in chunks, realtime
 before batch (Orca, Yu et al. 2022; Sarathi-Serve, Agrawal et al. 2024).
 
-Who enters the batch is decided in `admission`, who is next in `queues` and `fairness`, who is thrown out in
-`preemption`, how much batch work realtime's steps bear in `pace`, and who holds which blocks in `block_manager`.
+`admission` decides which requests enter the batch, `queues` and `fairness` which is next, `preemption` which are preempted,
+`pace` how much batch work a step may hold beside realtime, and `block_manager` which blocks a request holds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LONG_PREFILL_STEPS = 4  # a prefill that would fill more steps than this shares 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """What the scheduler holds at this moment, and what it has counted since it was made.
+    """What the scheduler holds now, and what it has counted since it was made.
 
     Attributes:
         free_blocks, cached_blocks, used_blocks, total_blocks: of the KV cache; the first three add up to the last.
-        used_cpu_blocks, total_cpu_blocks: of the memory that requests are swapped to.
+        used_cpu_blocks, total_cpu_blocks: of the memory to which requests are swapped.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache on first admission, and found there.
         recompute_preemptions, swap_preemptions: preemptions by kind.
         allocated_slots, wasted_slots: token slots in the block tables of running requests, and those that hold nothing.
@@ -77,7 +77,7 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns the order of requests and the blocks of the KV cache; used by the engine's thread alone.
+    """Owns the order of requests and the blocks of the KV cache; used only by the engine's thread.
 
     Args:
         num_blocks: blocks of the KV cache.
@@ -85,7 +85,7 @@ class Scheduler:
         max_model_len: context limit in tokens, prompt and output together.
         clock: monotonic seconds.
         costs: of the two kinds of preemption.
-        index: the prefix index, for tests; None makes one where the configuration wants it.
+        index: the prefix index, for tests; None makes one if the configuration wants it.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Scheduler:
         return bool(len(self._running) or len(self._queues))
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its first step. Raises `ContextLengthExceeded` where it can never fit."""
+        """Let a request wait for its first step. Raises `ContextLengthExceeded` if it can never fit."""
         assert request.status is RequestStatus.WAITING
         self.check_fits(request)
         if not len(self._queues):
@@ -133,7 +133,7 @@ class Scheduler:
         self._admission.note_arrival(request)
 
     def check_fits(self, request: Request) -> None:
-        """Raises `ContextLengthExceeded` where a request can never fit the context or the KV cache."""
+        """Raises `ContextLengthExceeded` if a request can never fit the context or the KV cache."""
         check_fits(request, self.max_model_len, self._blocks.pool.num_blocks * self._block_size)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -146,10 +146,10 @@ class Scheduler:
         self._blocks.fork(parent, child)
 
     def schedule(self) -> StepPlan:
-        """Plan the next step: at most one chunk a request, those of one token first.
+        """Plan the next step: at most one chunk per request, those of one token first.
 
-        Empty only where nothing waits or runs, or where a static batch is still being filled. No request's progress
-        changes before `advance`, so after a failed step nothing is lost. The copies of every plan must be made, once.
+        Empty only if nothing waits or runs, or while a static batch is being filled. No request's progress
+        changes before `advance`, so after a failed step nothing is lost. The copies of every plan must be made exactly once.
         """
         self._blocks.cpu_pool.settle()
         self._num_steps += 1
@@ -162,7 +162,7 @@ class Scheduler:
         return self._close(step)
 
     def advance(self, plan: StepPlan) -> None:
-        """The chunks of a plan, or of a part of one, were computed. Full blocks may from now on be shared."""
+        """The chunks of a plan, or of a part of one, have been computed. From now on full blocks may be shared."""
         block_size, caching, running = self._block_size, self._blocks.has_prefix_index, RequestStatus.RUNNING
         for request, start, num_tokens, last in plan.chunks:
             if request.status is not running:
@@ -174,7 +174,7 @@ class Scheduler:
                 self._blocks.index_full_blocks(request)
 
     def finish(self, request: Request) -> None:
-        """End a request in whatever status it is, and take its blocks back. Does nothing to a finished one."""
+        """End a request in any status, and take its blocks back. Does nothing to a finished one."""
         was = request.status
         if was is RequestStatus.FINISHED:
             return
@@ -193,7 +193,7 @@ class Scheduler:
         return request.status is not RequestStatus.RUNNING and self._queues.of(request) is self._queues.oversized
 
     def forget_blocks(self, request: Request) -> None:
-        """Let nobody begin with what a running request has computed: it may be what made it fail."""
+        """Let no other request begin with what a running one has computed: it may be what made it fail."""
         self._blocks.forget(request)
 
     def wait_s(self) -> float:
@@ -207,7 +207,7 @@ class Scheduler:
     def room(self, tier: Tier) -> int:
         """How many further requests of a tier are worth fetching now.
 
-        Counts free slots and blocks as the tier may use them, and a few more that may wait, so that a slot which
+        Counts the free slots and blocks that the tier may use, and a few more requests that may wait, so that a slot that
         becomes free is filled in the next step. With the static policy, what the next batch lacks.
         """
         if self.config.policy == "static":
@@ -215,7 +215,7 @@ class Scheduler:
         return self._admission.room(tier)
 
     def stats(self) -> SchedulerStats:
-        """Counts of this moment. O(running requests)."""
+        """The present counts. O(running requests)."""
         blocks, pool, cpu_pool = self._blocks, self._blocks.pool, self._blocks.cpu_pool
         slots = sum(len(request.block_ids) for request in self._running) * self._block_size
         return SchedulerStats(
@@ -240,7 +240,7 @@ class Scheduler:
     def _plan_decodes(self, step: Step) -> list[Request]:
         """Plan every decode, making room for those that need a block; returns the running requests that owe more.
 
-        Where batch work is bounded its decodes are left for `_plan_turns`.
+        If batch work is bounded, its decodes are left for `_plan_turns`.
         """
         bounded = self.pace.begin_step(realtime_is_quiet=self._admission.realtime_is_quiet)
         decodes: list[ScheduledChunk] = []
@@ -258,9 +258,9 @@ class Scheduler:
         return prefills
 
     def _plan_turns(self, step: Step) -> int:
-        """Bound batch work by what realtime's part of the step leaves it; returns how many of its decodes are in the step.
+        """Bound batch work by what realtime's part of the step leaves; returns how many of its decodes are in the step.
 
-        They take turns where not all are; who sits a step out keeps its blocks.
+        They take turns if not all fit; one that sits a step out keeps its blocks.
         """
         num_realtime = len(step.decodes)
         num_prefilled = self.config.max_batch_tokens - step.budget - num_realtime
@@ -269,7 +269,7 @@ class Scheduler:
         while turns and (room := min(tokens - (len(step.decodes) - num_realtime), step.budget)) > 0:
             running = [chunk for chunk in turns if chunk.request.status is RequestStatus.RUNNING]
             going, turns = self.pace.take_turns(running, room)
-            self._add_decodes(step, going)  # whoever is preempted for it leaves a turn to the others
+            self._add_decodes(step, going)  # a request preempted for it leaves a turn to the others
         num_decodes = len(step.decodes) - num_realtime
         step.batch_budget = max(tokens - num_decodes, 0)
         return num_decodes
@@ -292,7 +292,7 @@ class Scheduler:
             self._blocks.grow(request, 1)
 
     def _plan_continuous(self, step: Step, prefills: list[Request]) -> None:
-        """Realtime prefills first, less the batch tier's floor; then batch prefills, within their tier's share."""
+        """Realtime prefills first, minus the batch tier's floor; then batch prefills, within their tier's share."""
         quiet = self._admission.realtime_is_quiet
         realtime = [request for request in prefills if request.tier == "realtime"]
         batch = [request for request in prefills if request.tier == "batch" and request.status is RequestStatus.RUNNING]
@@ -305,12 +305,12 @@ class Scheduler:
         self._plan_prefills(step, batch, self._admission.admit_batch, min(step.budget, share, step.batch_budget))
 
     def _batch_floor(self, step: Step, num_batch_decodes: int) -> int:
-        """How many of the tokens that are left realtime prefills must leave to batch work that wants them; half of them at most."""
+        """How many of the remaining tokens realtime prefills must leave to batch work that wants them; at most half."""
         floor_tokens = self.pace.floor_tokens(len(step.decodes)) if step.is_bounded else self._shares.floor_tokens - num_batch_decodes
         return max(0, min(floor_tokens, step.budget // 2))
 
     def _plan_static(self, step: Step, prefills: list[Request]) -> None:
-        """Fill a batch when the last one has ended, then run its prefills in order; nobody enters meanwhile."""
+        """Fill a batch when the last one has ended, then run its prefills in order; no request enters meanwhile."""
         if not len(self._running) and self.wait_s() == 0.0:
             while (newcomer := self._admission.admit_static(step)) is not None:
                 prefills.append(newcomer)
@@ -320,7 +320,7 @@ class Scheduler:
     def _plan_prefills(self, step: Step, prefills: list[Request], admit: Callable[[Step], Request | None], budget: int) -> None:
         """Share a budget among the prefills of one tier, running ones and newcomers.
 
-        Running prefills go on in order, then newcomers enter in theirs, as long as there is budget. Long ones (see
+        Running prefills continue in order, then newcomers enter in theirs, as long as there is budget. Long ones (see
         `LONG_PREFILL_STEPS`) leave half of the budget to the others, if these want it, and take turns.
         """
         reserved = step.budget - budget  # for the other tier
@@ -357,7 +357,7 @@ class Scheduler:
     def _make_room(self, step: Step, request: Request, count: int) -> int:
         """Give a request the blocks for ``count`` more tokens; returns for how many of them there was room.
 
-        Guaranteed requests and the eldest of the others get theirs by preempting; the rest make do with what is there.
+        Guaranteed requests and the oldest of the others get theirs by preempting; the rest get what is available.
         """
         if count <= 0 or request.status is not RequestStatus.RUNNING:
             return 0
@@ -379,7 +379,7 @@ class Scheduler:
     def _close(self, step: Step) -> StepPlan:
         self._admission.put_back(step)
         chunks = step.decodes + step.prefills
-        if step.plan.preempted:  # some of them after they were planned
+        if step.plan.preempted:  # some of them after they had been planned
             chunks = [chunk for chunk in chunks if chunk.request.status is RequestStatus.RUNNING]
         step.plan.chunks = chunks
         return step.plan

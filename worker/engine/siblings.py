@@ -11,15 +11,15 @@ from worker.engine.scheduler import Scheduler
 
 
 class Siblings:
-    """Holds the outputs of one prompt back until the first of them has computed it, so that it is computed once.
+    """Holds back the requests of one prompt until the first has computed it, so that it is computed once.
 
-    Those that are held are in the status WAITING, but not yet in the scheduler.
+    Those that are held have the status WAITING, but are not yet in the scheduler.
     """
 
     def __init__(self, scheduler: Scheduler, prefixes: LongPrefixes) -> None:
         self._scheduler = scheduler
         self._prefixes = prefixes
-        self._held: dict[Request, list[Request]] = {}  # by the one they wait for
+        self._held: dict[Request, list[Request]] = {}  # by the request for which they wait
 
     def add(self, requests: Sequence[Request]) -> None:
         """Let requests of one prompt begin. Raises `ContextLengthExceeded` as the scheduler does; then none has begun."""
@@ -34,7 +34,7 @@ class Siblings:
                 self._prefixes.add(request)
 
     def computed(self, first: Request) -> None:
-        """A running request has computed its prompt: those that wait for it may share it. Does nothing where none wait."""
+        """A running request has computed its prompt: those that wait for it may share it. Does nothing if none wait."""
         for request in self._held.pop(first, ()):
             self._scheduler.fork(first, request)
 
@@ -49,7 +49,7 @@ class Siblings:
                 self._prefixes.add(request)
 
     def discard(self, request: Request) -> bool:
-        """End a request that is held; False where it is not."""
+        """End a request that is held; False if it is not."""
         for held in self._held.values():
             if request in held:
                 held.remove(request)
@@ -65,7 +65,7 @@ class Siblings:
             self._held[first] = others
 
     def _worth_waiting(self, first: Request) -> bool:
-        """Not for less than a block, nor in a static batch, which nobody may enter later. Scores are shared through the cache."""
+        """Not for less than a block, nor in a static batch, which no request may enter later. Scores are shared through the cache."""
         config = self._scheduler.config
         shares = first.kind == "generate" or config.enable_prefix_caching
         return shares and config.policy == "continuous" and first.max_cached_tokens >= config.block_size

@@ -1,4 +1,4 @@
-"""A step: as it is planned, as it is computed, and what came of it. Neither torch nor redis."""
+"""A step: its plan, its making, and its results. Neither torch nor redis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes: decodes first, then prefill chunks; at most one chunk a request.
+    """What one step computes: decodes first, then prefill chunks; at most one chunk per request.
 
     ``swap_out`` and ``swap_in`` are (device block, CPU block) and (CPU block, device block) pairs to be copied
     before the step runs, ``swap_out`` first.
@@ -39,13 +39,13 @@ class StepPlan:
 
     @property
     def longest_context(self) -> int:
-        """Most tokens of one request that a token of the step attends to."""
+        """The most tokens to which a token of the step attends."""
         return max((chunk.start + chunk.num_tokens for chunk in self.chunks), default=0)
 
 
 @dataclass(slots=True)
 class Step:
-    """A step in the making: `Scheduler.schedule` fills it, then closes it into a plan.
+    """A step in the making: `Scheduler.schedule` fills it, then turns it into a plan.
 
     Attributes:
         budget: tokens left.
@@ -69,7 +69,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the model said about one ``last`` chunk: the next token (kind ``generate``), or why there is none.
+    """The model's result for one ``last`` chunk: the next token (kind ``generate``), or why there is none.
 
     ``embedding`` with kind ``embed``; a score is summed in `Request.score`.
     """
@@ -87,7 +87,7 @@ class StepOutput:
     Attributes:
         index: position in the output of the first of ``token_ids``.
         finish_reason: ``stop`` (EOS or stop token; stop strings are the detokeniser's) or ``length``.
-        stop_reason: the stop token id where that ended it.
+        stop_reason: the stop token id, if one ended it.
         error_code: wire code of the failure, ``error_message`` its text.
     """
 
@@ -113,10 +113,10 @@ class StepStats:
 
     Attributes:
         seconds: how long it took.
-        idle_seconds: how long the device did nothing before it though there was work.
+        idle_seconds: how long the device did nothing before it although there was work.
         batch_size: requests in it.
         num_tokens: tokens computed.
-        phase_seconds: the host's time since the sample before, by `step_clock.Phase`.
+        phase_seconds: the host's time since the previous one, by `step_clock.Phase`.
     """
 
     seconds: float

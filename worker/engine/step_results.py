@@ -27,13 +27,13 @@ class _Scored(NamedTuple):
 
 
 class WantedRows:
-    """Plans which rows need logits, then shares the output out.
+    """Plans which rows need logits, then distributes the output.
 
     Args:
         token_starts: ``[B+1]``, where each chunk's tokens start in the step.
 
     Attributes:
-        rows: of the step's tokens, those whose logits are wanted: of requests that generate first, then those that are scored.
+        rows: the step's tokens whose logits are wanted: first those of requests that generate, then those to be scored.
     """
 
     def __init__(self, chunks: Sequence[ScheduledChunk], token_starts: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class WantedRows:
         self._embedded = [i for i, chunk in enumerate(chunks) if chunk.request.kind == "embed"]
 
     def only_likeliest(self) -> bool:
-        """Whether all that is wanted of the logits is where each row's largest is."""
+        """Whether only the index of each row's largest logit is wanted."""
         return not self._scored and all(takes_likeliest(self._chunks[i].request) for i in self._generating)
 
     def _plan_score(self, chunk_index: int, chunk: ScheduledChunk) -> _Scored:
@@ -59,7 +59,7 @@ class WantedRows:
         return scored
 
     def results(self, logits: Tensor, hidden: Tensor, sample: Sample) -> list[Sampled | None]:
-        """What each chunk's request gets, None where it is not its last chunk. Requests change only once all is computed.
+        """What each chunk's request gets, None if it is not its last chunk. Requests change only when everything is computed.
 
         Args:
             logits: ``[len(rows), vocab]``.
@@ -79,7 +79,7 @@ class WantedRows:
 
 
 def sample_chosen(token_ids: Sequence[int]) -> Sample:
-    """Samples what was chosen without logits: a token a row, negative where there is none."""
+    """A `Sample` of what was chosen without logits: one token per row, negative if there is none."""
     return lambda _logits, _requests: [FAILED if token < 0 else Sampled(token) for token in token_ids]
 
 
@@ -102,7 +102,7 @@ def _add_score(chunk: ScheduledChunk, score: float) -> Sampled | None:
 
 
 def _add_to_pool(chunk: ScheduledChunk, total: Tensor) -> Sampled | None:
-    """Mean over the tokens, scaled to length 1, once the last chunk is in."""
+    """The mean over the tokens, scaled to length 1, when the last chunk is in."""
     request = chunk.request
     request.pooled = total if request.pooled is None else request.pooled + total
     if not chunk.last:

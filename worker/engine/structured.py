@@ -1,7 +1,7 @@
 """Structured output: which tokens keep the output within a JSON schema, a regular expression or a list of choices.
 
-The grammars are llguidance's (extra ``grammar``). They are compiled where a request is prepared, and the tokens allowed next
-are worked out in a thread of their own while the model runs, so neither is on the step's path.
+The grammars are llguidance's (extra ``grammar``). They are compiled in the thread that prepares a request, and the tokens allowed
+next are computed in a separate thread while the model runs, so neither is on the step's path.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 FIELD = "response_format"
 _MAX_COMPILED = 64
-_LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # of one grammar: some 2 KB each; schemas seen in use need a few hundred
+_LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # per grammar: some 2 KB each; schemas seen in use need a few hundred
 _MAX_ERROR_CHARS = 300
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[ \n]{0,8}",
-}  # bounded: a weak model would write blanks for ever
+}  # bounded: a weak model might write blanks for ever
 
 
 def is_available() -> bool:
@@ -44,7 +44,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        vocab_size: number of logits a row.
+        vocab_size: number of logits per row.
         eos_token_ids: allowed wherever the output is complete.
     """
 
@@ -88,10 +88,10 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """Where one request's output stands in its grammar; kept in `Request.grammar`.
+    """The position of one request's output in its grammar; kept in `Request.grammar`.
 
     Attributes:
-        complete: nothing but the end may follow; true as well after the end, or after a token that was not allowed.
+        complete: only the end may follow; also true after the end, or after a token that was not allowed.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, workers: ThreadPoolExecutor) -> None:
@@ -103,13 +103,13 @@ class Grammar:
         self._forbidden: Future[torch.Tensor] | None = None
 
     def catch_up(self, output_token_ids: Sequence[int]) -> None:
-        """Take in the output tokens that came since the last call, and begin to work out what may follow."""
+        """Take in the output tokens that came since the last call, and begin to compute what may follow."""
         if self._forbidden is not None:
             wait([self._forbidden])  # the matcher serves one thread at a time
         new = list(output_token_ids[self._num_consumed :])
         num_allowed = self._matcher.try_consume_tokens(new)
         self._num_consumed = len(output_token_ids)
-        failed = self._matcher.is_error()  # which counts as stopped
+        failed = self._matcher.is_error()  # an error counts as stopped
         self.complete = not failed and (num_allowed < len(new) or self._matcher.is_stopped())
         self._forbidden = None if self.complete else self._workers.submit(self._work_out)
 
@@ -117,7 +117,7 @@ class Grammar:
         """[vocab] bool on the CPU: the tokens that may not follow.
 
         Raises:
-            InvalidRequest: what the output has led to is too large for the grammar's limits.
+            InvalidRequest: the grammar's state after this output exceeds its limits.
         """
         if self._forbidden is None:
             self._forbidden = self._workers.submit(self._work_out)
@@ -125,7 +125,7 @@ class Grammar:
 
     def _work_out(self) -> torch.Tensor:
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():  # it then allows the end alone, as if the output were complete
+        if self._matcher.is_error():  # it then allows only the end, as if the output were complete
             raise InvalidRequest(f"{FIELD} has grown too complex in this output", field=FIELD)
         bits = np.unpackbits(allowed, count=self._vocab_size, bitorder="little")
         return torch.from_numpy(bits == 0)

@@ -1,13 +1,13 @@
-"""Token ids to text, a token at a time: the pieces joined equal the tokenizer's ``decode`` of all the ids.
+"""Token ids to text, one token at a time: the joined pieces equal the tokenizer's ``decode`` of all the ids.
 
-Two ways, chosen by the tokenizer's own decoder:
+There are two ways, chosen by the tokenizer's own decoder:
 
 - Byte-level BPE (GPT-2 and most since): every token stands for bytes, whatever its neighbours; an incremental UTF-8
-  decoder joins them. Exact for any sequence, invalid bytes included.
+  decoder joins them. Exact for any sequence, including invalid bytes.
 - Any other: the last few tokens are decoded again with each new one, and what is new is emitted once it ends with a whole
   character (the technique of Text Generation Inference and vLLM).
 
-A slow tokenizer and ``clean_up_tokenization_spaces`` (which rewrites what was already emitted) are not supported: text is
+Slow tokenizers and ``clean_up_tokenization_spaces`` (which rewrites what was already emitted) are not supported: text is
 decoded without clean-up, as transformers itself does for BPE.
 """
 
@@ -30,11 +30,11 @@ class TextDecoder(Protocol):
     """The incremental decoding of one sequence."""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before; may be empty."""
+        """The text that has become certain; may be empty."""
         ...
 
     def flush(self) -> str:
-        """The rest: an unfinished character becomes U+FFFD, as in ``decode``. Nothing may be pushed after."""
+        """The rest: an unfinished character becomes U+FFFD, as in ``decode``. Nothing may be pushed afterwards."""
         ...
 
 
@@ -80,7 +80,7 @@ class Vocabulary:
     def _spell(self, token: str) -> bytes:
         try:
             return bytes(map(self._byte_of.__getitem__, token))
-        except KeyError:  # an added token is not spelled in the byte alphabet
+        except KeyError:  # an added token is not written in the byte alphabet
             return token.encode()
 
     @cached_property
@@ -113,7 +113,7 @@ class WindowDecoder:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._window: list[int] = []  # tokens whose text is out, as context, then those whose text is not
+        self._window: list[int] = []  # tokens whose text has been emitted, as context, then the others
         self._num_context = 0
 
     def push(self, token_id: int) -> str:

@@ -1,4 +1,4 @@
-"""Builds the C kernels with the machine's own compiler, once for each (sources, compiler, CPU), and loads them."""
+"""Builds the C kernels with the machine's own compiler, once per (sources, compiler, CPU), and loads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import structlog
 
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
-# The first that compiles. Partial redundancy elimination makes GCC carry a kernel's sums from register to register, and spill them.
+# The first that compiles is used. Partial redundancy elimination makes GCC move a kernel's sums between registers, and spill them.
 _VARIANTS = (
     ("-march=native", "-fopenmp", "-fno-tree-pre"),
     ("-march=native", "-fopenmp"),
@@ -33,12 +33,12 @@ log = structlog.get_logger("headrace.engine")
 
 
 class BuildFailed(Exception):
-    """No compiler, or none of the ways to call it worked; the message says why."""
+    """There is no compiler, or no way of calling it worked; the message says why."""
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The kernels, built if this machine has not built them yet; None where they cannot be had (logged once).
+    """The kernels, built if this machine has not built them yet; None if that is impossible (logged once).
 
     torch must be loaded first: the kernels then run on torch's OpenMP threads instead of bringing a second pool.
     """
@@ -55,7 +55,7 @@ def build(directory: Path, options: tuple[str, ...] = ()) -> Path:
     """Path of the shared object in ``directory``, compiled if it is not there. Safe for processes that race.
 
     Args:
-        options: for the compiler, after ours; tests leave instruction sets out, or put others in, with them.
+        options: for the compiler, after ours; tests use them to remove or add instruction sets.
 
     Raises:
         BuildFailed: no compiler, or it failed.
@@ -121,7 +121,7 @@ def _cpu_features() -> str:
 
 @functools.cache
 def _amx_allowed() -> bool:
-    """Asks Linux for the use of the tile registers in this process; every process must ask before it uses them."""
+    """Asks Linux for permission to use the tile registers in this process; every process must ask before it uses them."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0)

@@ -19,7 +19,7 @@ GROUP = 16  # tokens in a group of the packed cache; block sizes are multiples o
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Where its first element lies; keeps nothing alive."""
+    """The address of its first element; keeps nothing alive."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -175,7 +175,7 @@ class LikelyTokensStruct(ctypes.Structure):
 
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
-    """The library with its functions typed, or None where it cannot be had."""
+    """The library with its functions typed, or None if it is not available."""
     lib = load_library()
     return None if lib is None else typed(lib)
 

@@ -1,6 +1,6 @@
-"""Memory for what the kernels stream: on 2 MiB pages where the system gives them.
+"""Memory for what the kernels stream: on 2 MiB pages if the system provides them.
 
-Scattered KV blocks cost a page walk each on 4 KiB pages, and walks are long in a virtual machine.
+On 4 KiB pages each scattered KV block costs a page walk, and walks are long in a virtual machine.
 """
 
 from __future__ import annotations
