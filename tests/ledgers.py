@@ -68,11 +68,11 @@ def settle(ledger: Ledger, settlement: Settlement) -> Settled:
 
 
 def finish(ledger: Ledger, delivery: Delivery, text: str = "ok") -> Settled:
-    return settle(ledger, delivery.finish(Result(id=delivery.request_id, text=text)))
+    return settle(ledger, delivery.success(Result(id=delivery.request_id, text=text)))
 
 
 def publish(ledger: Ledger, delivery: Delivery, index: int, *tokens: int) -> int | None:
-    positions = ledger.write([delivery.publish(Chunk("".join(f" {t}" for t in tokens), list(tokens), index))], []).positions
+    positions = ledger.write([delivery.tokens_frame(Chunk("".join(f" {t}" for t in tokens), list(tokens), index))], []).positions
     if isinstance(positions, redis.ResponseError):
         raise positions
     (position,) = positions

@@ -40,7 +40,7 @@ def result_of(active: ActiveRequest, *, worker: str, model: str) -> Result:
 def frame_of(active: ActiveRequest) -> TokensFrame:
     """The tokens that are not published yet."""
     assert active.transcript is not None, "it has tokens"
-    return active.delivery.publish(active.transcript.unpublished())
+    return active.delivery.tokens_frame(active.transcript.unpublished())
 
 
 def settlement_of(active: ActiveRequest) -> Settlement:
@@ -48,10 +48,10 @@ def settlement_of(active: ActiveRequest) -> Settlement:
     outcome, outputs = active.outcome, active.outputs
     assert outcome is not None, "it has ended"
     if isinstance(outcome, HeadraceError):
-        return active.delivery.fail(outcome)
+        return active.delivery.failure(outcome)
     assert outputs is not None, "it ran"
     tail = frame_of(active) if active.streamed and outputs.single and outputs.first.num_unpublished else None
-    return active.delivery.finish(outcome, tail)
+    return active.delivery.success(outcome, tail)
 
 
 def without_what_is_too_large(active: ActiveRequest) -> HeadraceError:

@@ -171,7 +171,7 @@ class Intake:
         entries = self._fetch(wanted, patient=patient)
         self._unbegun += [self._registry.enter(Delivery(entry)) for entry in entries]
         self._begin_delivered()
-        self._trouble.over()
+        self._trouble.clear()
         self._poll_at_s = 0.0 if entries else time.monotonic() + POLL_S
         return not (entries or self._claiming or len(self._ahead))
 

@@ -103,7 +103,7 @@ class Keeper:
                 self._trouble.hit(error)
                 self._metrics.redis(up=False)
             else:
-                self._trouble.over()
+                self._trouble.clear()
 
     def _round(self) -> None:
         self._control.start()

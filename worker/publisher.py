@@ -39,14 +39,14 @@ class EndNow:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """All requests in the engine have to be handed back; then ``done`` is set."""
+class HandBack:
+    """All requests that are in the engine are to be handed back; then ``done`` is set."""
 
     done: threading.Event = field(default_factory=threading.Event)
 
 
 OnEnd = Callable[[ActiveRequest, Outcome], None]
-InboxItem = list[StepOutput] | Refusal | Release | EndNow
+InboxItem = list[StepOutput] | Refusal | HandBack | EndNow
 
 
 class Publisher:
@@ -65,7 +65,7 @@ class Publisher:
         self._replies = ReplyWriter(core, ledger, self._trouble, on_settled=self._on_settled, on_lost=self.lose)
         self._arrived = threading.Condition()
         self._inbox: list[InboxItem] = []
-        self._release: Release | None = None
+        self._hand_back_asked: HandBack | None = None
         self._stopping = False
         self._thread = core.guard.thread("publisher", self._run)
 
@@ -99,14 +99,14 @@ class Publisher:
         """Something has changed that may make a frame due."""
         self.put([])
 
-    def release(self) -> threading.Event:
-        """Hand back all requests in the engine, without ending; the event is set when that is done."""
-        release = Release()
-        self.put(release)
-        return release.done
+    def hand_back_running(self) -> threading.Event:
+        """Hand all requests that are in the engine back, without ending; the event is set when that is done."""
+        asked = HandBack()
+        self.put(asked)
+        return asked.done
 
-    def hand_back(self, *, crashed: bool) -> None:
-        """Write what can be written, hand all other requests back, and end the thread. The engine must have ended before."""
+    def stop(self, *, crashed: bool) -> None:
+        """Write what can be written, hand all other requests back, and end the thread. The engine has ended before."""
         with self._arrived:
             self._stopping = True
             self._arrived.notify()
@@ -131,9 +131,9 @@ class Publisher:
             self._absorb(item)
         if self._trouble.ready:
             self._replies.write_due()
-        if self._release is not None and self._trouble.ready and self._try_to_hand_back(crashed=False, running_only=True):
-            self._release.done.set()
-            self._release = None
+        if self._hand_back_asked is not None and self._trouble.ready and self._try_to_hand_back(crashed=False, running_only=True):
+            self._hand_back_asked.done.set()
+            self._hand_back_asked = None
         return not last
 
     # What came in
@@ -143,8 +143,8 @@ class Publisher:
             active = self._registry.of(item.requests[0])
             if active is not None:
                 self._conclude(active, item.error)
-        elif isinstance(item, Release):
-            self._release = item
+        elif isinstance(item, HandBack):
+            self._hand_back_asked = item
         elif isinstance(item, EndNow):
             assert item.active.end is not None, "ended for a reason"
             if item.active.outcome is None:
@@ -181,7 +181,7 @@ class Publisher:
         if outputs.collector.complete:
             self._conclude(active, result_of(active, worker=self._config.name, model=self._loop.engine.model_name))
         elif outputs.single:
-            self._replies.publish(active)
+            self._replies.mark_unpublished(active)
 
     def _time(self, active: ActiveRequest, output: Output, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
@@ -213,7 +213,7 @@ class Publisher:
                 outcome.partial_text = active.transcript.text
                 outcome.partial_token_ids = list(active.transcript.token_ids)
         active.outcome = outcome
-        self._replies.settle(active)
+        self._replies.mark_unsettled(active)
 
     # What became of it
 
@@ -256,7 +256,7 @@ class Publisher:
         except TROUBLE as error:
             self._trouble.hit(error)
             return False
-        self._trouble.over()
+        self._trouble.clear()
         return True
 
     def _release_all(self, *, crashed: bool, running_only: bool) -> None:

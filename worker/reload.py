@@ -32,15 +32,14 @@ class Reload:
 class Reloader:
     """Carries out one order at a time, in the thread that calls `run`.
 
-    A model that ``check`` refuses changes nothing. Otherwise fetching stops, running requests have the time of a drain to finish, and
-    the rest is handed back. Then the engine's thread loads the new model beside the weights of the old one, which continues to serve
-    if that fails. Queued requests wait meanwhile.
+    A model that ``check`` refuses changes nothing. Else fetching stops, what runs is finished for as long as a drain may take, and the
+    rest is handed back; then the engine's thread loads the new model beside the weights of the old one, which goes on serving where
+    that fails. Queued requests wait meanwhile. The worker's end ends a reload as well.
 
     Args:
         check: raises if the model of a name cannot be loaded, as far as that can be known while another serves.
         load: makes an engine with the model of a name; '' names the worker's own. Called in the engine's thread.
-        over: whether the worker is to end, which ends a reload as well.
-        wake: makes the thread that calls `run` call it again soon.
+        wake: has `run` called once more soon, by the thread that calls it.
     """
 
     def __init__(
@@ -51,16 +50,15 @@ class Reloader:
         *,
         check: CheckModel,
         load: LoadModel,
-        over: Callable[[], bool],
         wake: Callable[[], None],
     ) -> None:
         self.active = False
         self._core = core
+        self._guard = core.guard
         self._publisher = publisher
         self._intake = intake
         self._check = check
         self._load = load
-        self._over = over
         self._wake = wake
         self._model = ""
         self._asked: SimpleQueue[Reload] = SimpleQueue()  # safe to use in a signal handler
@@ -87,9 +85,9 @@ class Reloader:
         log.info("reloading", model=model or "its own")
         if refusal := self._refusal(model):
             self._fail(model, refusal)
-        elif not self._over():
+        elif not self._guard.ending:
             self._exchange(model)
-        if not self._over():
+        if not self._guard.ending:
             self._done_id = order.id or self._done_id
         return True
 
@@ -105,29 +103,28 @@ class Reloader:
         self.active = True
         self._intake.pause()
         self._empty()
-        if not self._over():
+        if not self._guard.ending:
             self._swap(model)
         self.active = False
-        if not self._over():
+        if not self._guard.ending:
             self._intake.resume()
 
     def _empty(self) -> None:
         """Finish what runs while there is time, and hand the rest back."""
         deadline_at_s = time.monotonic() + self._core.config.drain_s
-        self._await(lambda: not self._core.registry.running or time.monotonic() >= deadline_at_s)
-        if self._core.registry.running and not self._over():
-            self._await(self._publisher.release().is_set)
+        self._guard.wait_for(lambda: not self._core.registry.running or time.monotonic() >= deadline_at_s)
+        if self._core.registry.running and not self._guard.ending:
+            self._guard.wait_for(self._publisher.hand_back_running().is_set)
 
     def _swap(self, model: str) -> None:
         loop = self._core.loop
         blocks_before = loop.stats.total_blocks
-        swap = loop.replace(lambda: self._load(model))
-        self._await(swap.done.is_set)
-        if not swap.done.is_set():
+        replacement = loop.replace(lambda: self._load(model))
+        if not self._guard.wait_for(replacement.done.is_set):
             return
         blocks = {"blocks": loop.stats.total_blocks, "blocks_before": blocks_before}
-        if swap.failure:
-            self._fail(model, swap.failure, **blocks)
+        if replacement.failure:
+            self._fail(model, replacement.failure, **blocks)
             return
         self._model, self._error = model, ""
         engine = loop.engine
@@ -137,7 +134,3 @@ class Reloader:
     def _fail(self, model: str, reason: str, **blocks: int) -> None:
         self._error = reason
         log.error("model could not be loaded, the old one goes on serving", model=model, error=reason, **blocks)
-
-    def _await(self, condition: Callable[[], bool]) -> None:
-        while not (condition() or self._over()):
-            time.sleep(0.02)

@@ -52,12 +52,12 @@ class ReplyWriter:
         self._unsettled: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
         self._refused: dict[ActiveRequest, None] = {}  # have an outcome that Redis refused, the one refused longest ago first
 
-    def publish(self, active: ActiveRequest) -> None:
-        """It has new tokens, to be written when its next frame is due."""
+    def mark_unpublished(self, active: ActiveRequest) -> None:
+        """It has new tokens, to be written when a frame of it is due."""
         self._unpublished[active] = None
 
-    def settle(self, active: ActiveRequest) -> None:
-        """It has its outcome, to be written together with its unpublished tokens."""
+    def mark_unsettled(self, active: ActiveRequest) -> None:
+        """It has its outcome, which is to be written, with the tokens that are not."""
         self._unpublished.pop(active, None)
         self._unsettled[active] = None
 
@@ -132,7 +132,7 @@ class ReplyWriter:
         except TROUBLE as error:
             self._trouble.hit(error)
             return False
-        self._trouble.over()
+        self._trouble.clear()
         self._take_settled(list(settlements), written.settled)
         self._take_positions([active for active, _ in frames], written.positions)
         return True
@@ -151,7 +151,7 @@ class ReplyWriter:
         else:
             refused = isinstance(result, ResponseError) and str(result).startswith("Protocol error")
             if not refused:
-                self._trouble.over()
+                self._trouble.clear()
                 self._take_settled([active], [result])
                 return True
         active.num_refusals += refused
@@ -183,7 +183,7 @@ class ReplyWriter:
         if refusal := next((result for result in settled if isinstance(result, ResponseError)), None):
             self._replies_trouble.hit(refusal)
         elif not self._refused:
-            self._replies_trouble.over()
+            self._replies_trouble.clear()
 
     def _take_positions(self, actives: Sequence[ActiveRequest], positions: Sequence[int | None] | ResponseError) -> None:
         if isinstance(positions, ResponseError):
@@ -192,7 +192,7 @@ class ReplyWriter:
         for active, position in zip(actives, positions, strict=True):
             self._on_published(active, position)
         if actives or not self._unpublished:
-            self._frames_trouble.over()
+            self._frames_trouble.clear()
 
     def _on_published(self, active: ActiveRequest, position: int | None) -> None:
         transcript = active.transcript

@@ -11,7 +11,6 @@ Four threads, each of which owns what it works on. All except the engine's talk 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from queue import SimpleQueue
 
 import structlog
@@ -77,7 +76,6 @@ class Worker:
         self._keys = Keys(config.queue)
         timeout_s = config.redis_timeout_s
         self._client = connect(config.redis_url, queue=config.queue, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
-        self._stops_asked = 0
         self._draining = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, safe to use in a signal handler
         outage = Outage()
@@ -88,9 +86,7 @@ class Worker:
         self._publisher = Publisher(core, self._ledger, on_end)
         consumer = Consumer(self._client, self._keys, config.name, config.lease_s)
         self._intake = Intake(core, self._publisher, consumer, self._ledger)
-        self._reloader = Reloader(
-            core, self._publisher, self._intake, check=check_model, load=load_engine, over=self._over, wake=self._wake
-        )
+        self._reloader = Reloader(core, self._publisher, self._intake, check=check_model, load=load_engine, wake=self._wake)
         self._heartbeat = Heartbeat(self._client, self._keys, config.name, BEATS_MISSED * max(1.0, config.lease_s / 3))
         control = Control(self._client, self._keys)
         self._keeper = Keeper(
@@ -118,9 +114,8 @@ class Worker:
         return "reloading" if self._reloader.active else "running"
 
     def request_stop(self) -> None:
-        """Drain; on a second call, hand everything back now. May be called from a signal handler."""
-        self._stops_asked += 1
-        self._wake()
+        """Drain; asked a second time, hand everything back now. May be called from a signal handler."""
+        self._guard.request_stop()
 
     def request_reload(self, order: Reload) -> None:
         """Serve another model, or load the same one again, without losing a request. May be called from a signal handler."""
@@ -146,15 +141,14 @@ class Worker:
         return 0 if failure is None else 1
 
     def _serve(self) -> None:
-        """Serve until the first order to stop."""
-        self._await(lambda: self.loop.ready and self._keeper.await_start(0.0))
-        if not self._over():
+        """Until the first order to stop."""
+        if self._guard.wait_for(lambda: self.loop.ready and self._keeper.await_start(0.0)) and not self._guard.ending:
             self._warn_of_eviction()
             self._tell_model()
             self._intake.start()
-        while not self._over():
+        while not self._guard.ending:
             self._wakes.get()
-            if not self._over() and self._reloader.run():
+            if not self._guard.ending and self._reloader.run():
                 self._keeper.beat_soon()
 
     def _tell_model(self) -> None:
@@ -170,20 +164,13 @@ class Worker:
     def _wake(self) -> None:
         self._wakes.put(None)
 
-    def _over(self) -> bool:
-        return self._stops_asked > 0 or self._guard.failure is not None
-
-    def _await(self, condition: Callable[[], bool]) -> None:
-        while not (condition() or self._over()):
-            time.sleep(0.02)
-
     def _drain(self) -> None:
         """Finish what runs while there is time."""
         self._intake.stop()
         self._draining = True
         self._keeper.beat_soon()
         deadline_at_s = time.monotonic() + self.config.drain_s
-        while self._stops_asked == 1 and self._guard.failure is None and self.registry.running and time.monotonic() < deadline_at_s:
+        while self._guard.stops_asked == 1 and self._guard.failure is None and self.registry.running and time.monotonic() < deadline_at_s:
             self.registry.await_change(0.1)
 
     def _end(self) -> None:
@@ -191,7 +178,7 @@ class Worker:
             log.warning("the engine is in a step and is left behind")
         self._keeper.stop()  # a lease renewed after its request was handed back would be ours again
         try:
-            self._publisher.hand_back(crashed=self._guard.failure is not None)
+            self._publisher.stop(crashed=self._guard.failure is not None)
             self._heartbeat.stop()
             self._ledger.reap([self.config.name])
         except TROUBLE as error:

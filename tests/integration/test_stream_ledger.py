@@ -164,10 +164,10 @@ def test_tail_is_written_with_the_final_frame_or_not_at_all(pair: LedgerPair) ->
     delivery = pair.begun()
     publish(pair.one, delivery, 0, 1)
     result = Result(id="x1", text=" 1 2 3", token_ids=[1, 2, 3])
-    settled = settle(pair.one, delivery.finish(result, delivery.publish(Chunk(" 3", [3], 2))))
+    settled = settle(pair.one, delivery.success(result, delivery.tokens_frame(Chunk(" 3", [3], 2))))
     assert (settled.outcome, settled.published) == ("behind", 1)
     assert len(pair.view.pending()) == 1
-    settled = settle(pair.one, delivery.finish(result, delivery.publish(Chunk(" 2 3", [2, 3], 1))))
+    settled = settle(pair.one, delivery.success(result, delivery.tokens_frame(Chunk(" 2 3", [2, 3], 1))))
     assert settled.outcome == "written"
     assert [frame[b"type"] for frame in pair.view.frames("x1")] == [b"tokens", b"tokens", b"final"]
 
@@ -227,7 +227,7 @@ def test_cancelled_request_is_not_run(pair: LedgerPair) -> None:
     pair.put("x1")
     (delivery,) = pair.read()
     assert begin(pair.one, delivery).verdict == "cancelled"
-    settled = settle(pair.one, delivery.fail(Cancelled("cancelled")))
+    settled = settle(pair.one, delivery.failure(Cancelled("cancelled")))
     assert settled.outcome == "written"
     assert pair.view.state("x1")["status"] == "cancelled"
 
@@ -249,7 +249,7 @@ def test_deadline_that_passed_in_the_queue_is_told_by_redis_time(pair: LedgerPai
     pair.put("early", deadline_ms=seconds * 1000 + 60_000)
     late, early = pair.read()
     assert [begun.verdict for begun in pair.one.begin([late, early])] == ["expired", "run"]
-    settled = settle(pair.one, late.fail(DeadlineExceeded("late")))
+    settled = settle(pair.one, late.failure(DeadlineExceeded("late")))
     assert settled.outcome == "written"
     assert pair.view.state("late")["code"] == "DEADLINE_EXCEEDED"
 
@@ -259,7 +259,7 @@ def test_poisoned_request_is_answered_and_dead_lettered(pair: LedgerPair) -> Non
     for name in ("two", "one", "two"):
         last = pair.stolen_by(name, delivery)
     assert begin(pair.two, last).verdict == "poisoned"
-    settled = settle(pair.two, last.fail(Poisoned("given up")))
+    settled = settle(pair.two, last.failure(Poisoned("given up")))
     assert settled.outcome == "written"
     (frame,) = pair.view.frames("x1")
     assert decode_error(decode_frame(frame)).code == "POISONED"
@@ -282,11 +282,11 @@ def test_dead_letter_is_replayed_where_its_own_error_stands_and_not_where_anothe
         (letter,) = letters(pair.client, pair.keys)
         return replay(pair.client, pair.keys, letter)
 
-    settle(pair.one, pair.begun().fail(Poisoned("given up")))
+    settle(pair.one, pair.begun().failure(Poisoned("given up")))
     assert replayed() == "queued"
     (again,) = pair.read()
     begin(pair.one, again)
-    settle(pair.one, again.fail(Poisoned("given up again")))
+    settle(pair.one, again.failure(Poisoned("given up again")))
     pair.client.delete(pair.keys.state("x1"), pair.keys.reply("x1"))  # as when they expire
     finish(pair.one, pair.begun(), "good")
     assert replayed() == "answered"
@@ -321,8 +321,8 @@ def test_what_is_refused_keeps_nothing_else_back(pair: LedgerPair) -> None:
     refused, taken = pair.begun(request_id="x1"), pair.begun(request_id="x2")
     last_id = f"{2**64 - 1}-{2**64 - 1}"
     pair.client.xadd(pair.keys.reply("x1"), {"type": "tokens", "tokens": 0}, id=last_id)  # nothing can follow it
-    frames = [delivery.publish(Chunk(" 1", [1], 0)) for delivery in (refused, taken)]
-    written = pair.one.write(frames, [delivery.finish(Result(id=delivery.request_id)) for delivery in (refused, taken)])
+    frames = [delivery.tokens_frame(Chunk(" 1", [1], 0)) for delivery in (refused, taken)]
+    written = pair.one.write(frames, [delivery.success(Result(id=delivery.request_id)) for delivery in (refused, taken)])
     assert isinstance(written.positions, redis.ResponseError)
     error, settled = written.settled
     assert isinstance(error, redis.ResponseError)
@@ -332,7 +332,7 @@ def test_what_is_refused_keeps_nothing_else_back(pair: LedgerPair) -> None:
 
 def test_dead_letters_key_of_another_type_is_not_in_the_way(pair: LedgerPair) -> None:
     pair.client.set(pair.keys.dead, "not a stream")
-    assert settle(pair.one, pair.begun().fail(Poisoned("given up"))).outcome == "written"
+    assert settle(pair.one, pair.begun().failure(Poisoned("given up"))).outcome == "written"
     assert pair.client.xlen(pair.keys.dead) == 1
 
 
@@ -348,8 +348,8 @@ def test_key_of_another_type_is_not_in_the_way(pair: LedgerPair) -> None:
 def test_scripts_survive_a_server_that_forgot_them(pair: LedgerPair) -> None:
     delivery = pair.begun()
     pair.client.script_flush()
-    frame = delivery.publish(Chunk(" 1", [1], 0))
-    written = pair.one.write([frame], [delivery.finish(Result(id="x1"))])
+    frame = delivery.tokens_frame(Chunk(" 1", [1], 0))
+    written = pair.one.write([frame], [delivery.success(Result(id="x1"))])
     assert (written.positions, written.settled) == ([1], [Settled("written", 1)])
     assert [frame[b"type"] for frame in pair.view.frames("x1")] == [b"tokens", b"final"]
 

@@ -55,7 +55,7 @@ def test_reply_goes_to_the_id_or_else_to_the_entrys_own(fields: dict[bytes, byte
 
 def test_only_what_was_given_up_is_dead_lettered() -> None:
     delivery = Delivery(Entry("batch", "1-1", {b"id": b"x", b"json": b""}))
-    ends = [delivery.fail(error) for error in (Cancelled("c"), DeadlineExceeded("d"), Poisoned("p"))]
+    ends = [delivery.failure(error) for error in (Cancelled("c"), DeadlineExceeded("d"), Poisoned("p"))]
     assert [(end.status, end.code, end.dead_letter) for end in ends] == [
         ("cancelled", "CANCELLED", ""),
         ("failed", "DEADLINE_EXCEEDED", ""),

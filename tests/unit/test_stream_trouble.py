@@ -26,7 +26,7 @@ def test_pauses_grow_to_a_cap_and_start_small_after_a_success(clock: Clock) -> N
     assert pauses[0] <= 0.05
     assert all(pause <= 2.0 for pause in pauses)
     assert min(pauses[10:]) >= 1.0
-    trouble.over()
+    trouble.clear()
     assert trouble.hit(RedisConnectionError()) <= 0.05
 
 
@@ -48,14 +48,14 @@ def test_several_threads_in_trouble_are_one_outage_in_the_log(clock: Clock) -> N
     outage = Outage(clock)
     one, two = Trouble(outage, clock), Trouble(outage, clock)
     with structlog.testing.capture_logs() as log:
-        one.over()
+        one.clear()
         one.hit(RedisConnectionError("refused"))
         clock.now_s += 1.0
         two.hit(RedisConnectionError("refused"))
         one.hit(RedisConnectionError("refused"))
-        one.over()
+        one.clear()
         clock.now_s += 2.0
-        two.over()
-        two.over()
+        two.clear()
+        two.clear()
     assert [(line["event"], line["log_level"]) for line in log] == [("redis trouble", "warning"), ("redis trouble over", "info")]
     assert log[1]["seconds"] == 3.0

@@ -105,16 +105,16 @@ class Delivery:
         raw = self.fields.get(b"deadline_ms", b"")
         return int(raw) if raw.isdigit() and len(raw) <= 16 else None
 
-    def publish(self, chunk: Chunk) -> TokensFrame:
+    def tokens_frame(self, chunk: Chunk) -> TokensFrame:
         """A frame of tokens that continues what was published."""
         body = encode_body(encode_chunk(chunk), self.encoding)
         return TokensFrame(self, chunk.index, chunk.index + len(chunk.token_ids), body)
 
-    def finish(self, result: Result, tail: TokensFrame | None = None) -> Settlement:
+    def success(self, result: Result, tail: TokensFrame | None = None) -> Settlement:
         """It succeeded."""
         return Settlement(self, "final", encode_body(encode_result(result), self.encoding), "done", tail=tail, usage=result.usage)
 
-    def fail(self, error: HeadraceError) -> Settlement:
+    def failure(self, error: HeadraceError) -> Settlement:
         """It failed, or was cancelled; one that was given up goes to the dead letters."""
         body = encode_body(encode_error(error), self.encoding)
         status: Status = "cancelled" if isinstance(error, Cancelled) else "failed"

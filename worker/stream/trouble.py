@@ -76,7 +76,7 @@ class Trouble:
         self._not_before_s = self._clock() + self._backoff.next_s()
         return self.pause_s
 
-    def over(self) -> None:
+    def clear(self) -> None:
         """An attempt succeeded."""
         self._backoff.reset()
         self._outage.leave(self)
