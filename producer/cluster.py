@@ -18,7 +18,7 @@ from redis.connection import AbstractConnection, Connection
 from redis.crc import key_slot
 from redis.exceptions import ClusterDownError, ConnectionError, MovedError  # noqa: A004 - redis-py's
 
-from producer.asking import ask_each, ask_each_async
+from producer.failover import ask_each, ask_each_async
 from producer.sockets import Address, AsyncTcp, AsyncTls, Tcp, Tls
 
 UNKNOWN = "no node of the cluster knows where the queue is"

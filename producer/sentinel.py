@@ -9,7 +9,7 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.sentinel import MasterNotFoundError
 from redis.sentinel import Sentinel as RedisSentinel
 
-from producer.asking import ask_each, ask_each_async
+from producer.failover import ask_each, ask_each_async
 from producer.sockets import Address
 
 

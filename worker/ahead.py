@@ -18,8 +18,8 @@ _MIN_SETTLED = 256
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One request's place in the buffer, and the account of the source to which it is charged.
+class HeldRequest:
+    """One request's place, and the account of the source that it is charged to.
 
     Attributes:
         num_bytes: size of its entry, by which its prompt is charged, because it is not tokenised yet.
@@ -30,11 +30,11 @@ class Ticket:
     sort_key: tuple[float, int, int]
     num_bytes: int
     status: RequestStatus = RequestStatus.WAITING
-    account: SourceAccount[Ticket] | None = field(default=None, repr=False)
+    account: SourceAccount[HeldRequest] | None = field(default=None, repr=False)
     num_charged: int = 0
 
     @classmethod
-    def of(cls, active: ActiveRequest) -> Ticket:
+    def of(cls, active: ActiveRequest) -> HeldRequest:
         deadline_at_s = math.inf if active.deadline_at_s is None else active.deadline_at_s
         return cls(active, (deadline_at_s, *active.delivery.entry.position), sum(map(len, active.delivery.fields.values())))
 
@@ -51,40 +51,40 @@ class Ticket:
             self.num_charged = num_tokens
 
 
-class Line:
-    """The requests that wait in one tier."""
+class HeldQueue:
+    """What waits in one tier."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        self.tickets: dict[ActiveRequest, Ticket] = {}
+        self.held: dict[ActiveRequest, HeldRequest] = {}
         self.num_bytes = 0
-        self._queue: FairQueue[Ticket] = FairQueue(weights)
+        self._queue: FairQueue[HeldRequest] = FairQueue(weights)
 
-    def push(self, ticket: Ticket) -> None:
-        ticket.account = self._queue.push(ticket)
-        self.tickets[ticket.active] = ticket
-        self.num_bytes += ticket.num_bytes
+    def push(self, request: HeldRequest) -> None:
+        request.account = self._queue.push(request)
+        self.held[request.active] = request
+        self.num_bytes += request.num_bytes
 
-    def pop(self) -> Ticket | None:
-        """Take out the next one, and charge its prompt; None if none waits."""
+    def pop(self) -> HeldRequest | None:
+        """Take out the next one, and charge its prompt; None where none waits."""
         if self._queue.peek() is None:
             return None
-        ticket = self._queue.pop()
-        self._forget(ticket)
-        assert ticket.account is not None, "it was pushed"
-        ticket.account.served += ticket.account.prompt_cost * ticket.num_bytes / BYTES_PER_TOKEN
-        return ticket
+        request = self._queue.pop()
+        self._forget(request)
+        assert request.account is not None, "it was pushed"
+        request.account.served += request.account.prompt_cost * request.num_bytes / BYTES_PER_TOKEN
+        return request
 
     def purge(self) -> None:
-        """Forget those that have ended or belong to another worker now."""
-        for ticket in [ticket for ticket in self.tickets.values() if ticket.active.gone]:
-            ticket.status = RequestStatus.FINISHED
-            assert ticket.account is not None, "it was pushed"
-            ticket.account.waiting.note_finished()
-            self._forget(ticket)
+        """Forget those that have ended, or belong to another worker now."""
+        for request in [request for request in self.held.values() if request.active.gone]:
+            request.status = RequestStatus.FINISHED
+            assert request.account is not None, "it was pushed"
+            request.account.waiting.note_finished()
+            self._forget(request)
 
-    def _forget(self, ticket: Ticket) -> None:
-        del self.tickets[ticket.active]
-        self.num_bytes -= ticket.num_bytes
+    def _forget(self, request: HeldRequest) -> None:
+        del self.held[request.active]
+        self.num_bytes -= request.num_bytes
 
 
 class WaitingAhead:
@@ -101,26 +101,26 @@ class WaitingAhead:
     def __init__(self, capacity: int) -> None:
         self.weights: dict[str, float] = {}
         self._capacity = capacity
-        self._lines = {tier: Line(self.weights) for tier in TIERS}
-        self._left: list[Ticket] = []  # have left the buffer, and may still be generating
+        self._queues = {tier: HeldQueue(self.weights) for tier in TIERS}
+        self._left: list[HeldRequest] = []  # and may still be generating
         self._settle_above = _MIN_SETTLED
 
     def __len__(self) -> int:
         return sum(map(self.count, TIERS))
 
     def count(self, tier: Tier) -> int:
-        return len(self._lines[tier].tickets)
+        return len(self._queues[tier].held)
 
     def wanted(self, tier: Tier, room: int) -> int:
-        """How many more of a tier are worth fetching if the engine has ``room``."""
-        line, most = self._lines[tier], room + self._capacity
-        if len(line.tickets) >= most or line.num_bytes >= MAX_BYTES:
-            line.purge()
-        return max(0, most - len(line.tickets)) if line.num_bytes < MAX_BYTES else 0
+        """How many more of a tier are worth fetching where the engine has ``room``."""
+        queue, most = self._queues[tier], room + self._capacity
+        if len(queue.held) >= most or queue.num_bytes >= MAX_BYTES:
+            queue.purge()
+        return max(0, most - len(queue.held)) if queue.num_bytes < MAX_BYTES else 0
 
     def push(self, active: ActiveRequest) -> None:
         """Let a request wait."""
-        self._lines[active.delivery.tier].push(Ticket.of(active))
+        self._queues[active.delivery.tier].push(HeldRequest.of(active))
 
     def take(self, room: Mapping[Tier, int]) -> list[ActiveRequest]:
         """Take out the next requests: at most ``room`` of each tier and `TURN` in all, realtime first."""
@@ -138,31 +138,31 @@ class WaitingAhead:
             self._settle()
 
     def latest(self) -> list[ActiveRequest]:
-        """The requests to give to another worker: the latter half of each tier, or the only one."""
-        waiting = [sorted(self._waiting(tier), key=lambda ticket: ticket.sort_key) for tier in TIERS]
-        return [ticket.active for tickets in waiting for ticket in tickets[len(tickets) // 2 :]]
+        """Whom to give to another worker: of each tier the latter half, and a single one."""
+        waiting = [sorted(self._waiting(tier), key=lambda request: request.sort_key) for tier in TIERS]
+        return [request.active for held in waiting for request in held[len(held) // 2 :]]
 
     def all(self) -> list[ActiveRequest]:
-        return [ticket.active for tier in TIERS for ticket in self._waiting(tier)]
+        return [request.active for tier in TIERS for request in self._waiting(tier)]
 
     def purge(self) -> None:
-        """Forget those that have ended or belong to another worker now."""
-        for line in self._lines.values():
-            line.purge()
+        """Forget those that have ended, or belong to another worker now."""
+        for queue in self._queues.values():
+            queue.purge()
 
-    def _waiting(self, tier: Tier) -> Collection[Ticket]:
-        return [ticket for ticket in self._lines[tier].tickets.values() if ticket.active.waits]
+    def _waiting(self, tier: Tier) -> Collection[HeldRequest]:
+        return [request for request in self._queues[tier].held.values() if request.active.waits]
 
     def _take(self, tier: Tier, count: int) -> list[ActiveRequest]:
         taken: list[ActiveRequest] = []
-        while len(taken) < count and (ticket := self._lines[tier].pop()) is not None:
-            if ticket.active.waits:
-                self._left.append(ticket)
-                taken.append(ticket.active)
+        while len(taken) < count and (request := self._queues[tier].pop()) is not None:
+            if request.active.waits:
+                self._left.append(request)
+                taken.append(request.active)
         return taken
 
     def _settle(self) -> None:
-        for ticket in self._left:
-            ticket.charge()
-        self._left = [ticket for ticket in self._left if not ticket.active.gone]
+        for request in self._left:
+            request.charge()
+        self._left = [request for request in self._left if not request.active.gone]
         self._settle_above = max(_MIN_SETTLED, 2 * len(self._left))

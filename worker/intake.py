@@ -18,7 +18,7 @@ from producer.keys import TIERS, Tier
 from producer.validate import invalid
 from producer.wire import Chunk, GenerateRequest
 from worker.ahead import WaitingAhead
-from worker.core import Core
+from worker.context import WorkerContext
 from worker.engine.request import Request
 from worker.guard import described
 from worker.outputs import Outputs
@@ -50,13 +50,13 @@ class Intake:
     against those that waited. After two crashes each request that was running is run alone, so only the culprit reaches ``max_attempts``.
     """
 
-    def __init__(self, core: Core, publisher: Publisher, consumer: Consumer, ledger: Ledger) -> None:
-        self._config = core.config
-        self._registry = core.registry
-        self._loop = core.loop
+    def __init__(self, context: WorkerContext, publisher: Publisher, consumer: Consumer, ledger: Ledger) -> None:
+        self._config = context.config
+        self._registry = context.registry
+        self._loop = context.loop
         self._publisher = publisher
-        self._metrics = core.metrics
-        self._trouble = Trouble(core.outage)
+        self._metrics = context.metrics
+        self._trouble = Trouble(context.outage)
         self._consumer = consumer
         self._ledger = ledger
         self._stopping = threading.Event()
@@ -72,11 +72,11 @@ class Intake:
         self._found_nothing = False
         self._poll_at_s = 0.0
         self._unbegun: list[ActiveRequest] = []
-        self._ahead = WaitingAhead(core.config.fetch_ahead)
-        self._due: list[ActiveRequest] = []  # next in turn
+        self._ahead = WaitingAhead(context.config.fetch_ahead)
+        self._due: list[ActiveRequest] = []  # their turn has come
         self._suspects: list[ActiveRequest] = []
         self._alone: ActiveRequest | None = None
-        self._thread = core.guard.thread("intake", self._run)
+        self._thread = context.guard.thread("intake", self._run)
 
     def start(self) -> None:
         """Begin to fetch. To be called when the engine is ready."""

@@ -14,7 +14,7 @@ import structlog
 from producer import __version__
 from producer.errors import Cancelled, DeadlineExceeded, InternalError
 from producer.keys import TIERS
-from worker.core import Core
+from worker.context import WorkerContext
 from worker.health import Wedge
 from worker.intake import Intake
 from worker.publisher import Publisher
@@ -42,7 +42,7 @@ class Keeper:
 
     def __init__(
         self,
-        core: Core,
+        context: WorkerContext,
         control: Control,
         heartbeat: Heartbeat,
         ledger: Ledger,
@@ -52,13 +52,13 @@ class Keeper:
         intake: Intake,
         reloader: Reloader,
     ) -> None:
-        self._config = config = core.config
-        self._guard = core.guard
-        self._registry = core.registry
-        self._loop = core.loop
+        self._config = config = context.config
+        self._guard = context.guard
+        self._registry = context.registry
+        self._loop = context.loop
         self._publisher = publisher
-        self._metrics = core.metrics
-        self._trouble = Trouble(core.outage)
+        self._metrics = context.metrics
+        self._trouble = Trouble(context.outage)
         self._control = control
         self._heartbeat = heartbeat
         self._ledger = ledger
@@ -72,7 +72,7 @@ class Keeper:
         self._since_s = time.monotonic()
         self._rate = Rate()
         self._wedge = Wedge(longest_gap_s=config.redis_timeout_s + SLICE_S)
-        self._thread = core.guard.thread("keeper", self._run)
+        self._thread = context.guard.thread("keeper", self._run)
 
     def start(self) -> None:
         self._thread.start()

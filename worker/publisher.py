@@ -15,7 +15,7 @@ import structlog
 
 from producer.errors import Cancelled, HeadraceError, InternalError, error_from_code
 from producer.wire import Result
-from worker.core import Core
+from worker.context import WorkerContext
 from worker.ending import log_end, result_of, stats_of
 from worker.engine.step import StepOutput
 from worker.engine_loop import Refusal
@@ -52,22 +52,22 @@ InboxItem = list[StepOutput] | Refusal | HandBack | EndNow
 class Publisher:
     """Owns the outputs of all running requests; `put` may be called from any thread."""
 
-    def __init__(self, core: Core, ledger: Ledger, on_end: OnEnd | None = None) -> None:
+    def __init__(self, context: WorkerContext, ledger: Ledger, on_end: OnEnd | None = None) -> None:
         self.requests_done = 0
         self.last_error: tuple[str, int] | None = None  # code, and Redis time in ms, of the last failure other than a cancellation
         self._on_end = on_end
-        self._config = core.config
-        self._registry = core.registry
-        self._loop = core.loop
-        self._metrics = core.metrics
+        self._config = context.config
+        self._registry = context.registry
+        self._loop = context.loop
+        self._metrics = context.metrics
         self._ledger = ledger
-        self._trouble = Trouble(core.outage)
-        self._replies = ReplyWriter(core, ledger, self._trouble, on_settled=self._on_settled, on_lost=self.lose)
+        self._trouble = Trouble(context.outage)
+        self._replies = ReplyWriter(context, ledger, self._trouble, on_settled=self._on_settled, on_lost=self.lose)
         self._arrived = threading.Condition()
         self._inbox: list[InboxItem] = []
         self._hand_back_asked: HandBack | None = None
         self._stopping = False
-        self._thread = core.guard.thread("publisher", self._run)
+        self._thread = context.guard.thread("publisher", self._run)
 
     def start(self) -> None:
         self._thread.start()

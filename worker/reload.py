@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 
 import structlog
 
-from worker.core import Core
+from worker.context import WorkerContext
 from worker.engine_api import EngineLike
 from worker.engine_loop import reason_of
 from worker.intake import Intake
@@ -44,7 +44,7 @@ class Reloader:
 
     def __init__(
         self,
-        core: Core,
+        context: WorkerContext,
         publisher: Publisher,
         intake: Intake,
         *,
@@ -53,8 +53,8 @@ class Reloader:
         wake: Callable[[], None],
     ) -> None:
         self.active = False
-        self._core = core
-        self._guard = core.guard
+        self._context = context
+        self._guard = context.guard
         self._publisher = publisher
         self._intake = intake
         self._check = check
@@ -110,14 +110,14 @@ class Reloader:
             self._intake.resume()
 
     def _empty(self) -> None:
-        """Finish what runs while there is time, and hand the rest back."""
-        deadline_at_s = time.monotonic() + self._core.config.drain_s
-        self._guard.wait_for(lambda: not self._core.registry.running or time.monotonic() >= deadline_at_s)
-        if self._core.registry.running and not self._guard.ending:
+        """Finish what runs, for as long as there is time, and hand the rest back."""
+        deadline_at_s = time.monotonic() + self._context.config.drain_s
+        self._guard.wait_for(lambda: not self._context.registry.running or time.monotonic() >= deadline_at_s)
+        if self._context.registry.running and not self._guard.ending:
             self._guard.wait_for(self._publisher.hand_back_running().is_set)
 
     def _swap(self, model: str) -> None:
-        loop = self._core.loop
+        loop = self._context.loop
         blocks_before = loop.stats.total_blocks
         replacement = loop.replace(lambda: self._load(model))
         if not self._guard.wait_for(replacement.done.is_set):
@@ -128,7 +128,7 @@ class Reloader:
             return
         self._model, self._error = model, ""
         engine = loop.engine
-        self._core.metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
+        self._context.metrics.serving(engine.model_name, engine.device_name, engine.dtype_name)
         log.info("reloaded", model=engine.model_name, device=engine.device_name, dtype=engine.dtype_name, **engine.kernels, **blocks)
 
     def _fail(self, model: str, reason: str, **blocks: int) -> None:

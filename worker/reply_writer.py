@@ -13,7 +13,7 @@ import structlog
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from worker.core import Core
+from worker.context import WorkerContext
 from worker.ending import frame_of, settlement_of, without_what_is_too_large
 from worker.registry import ActiveRequest
 from worker.stream.delivery import LEAST_BULK_BYTES, MAX_REPLY_BYTES, Settlement, TokensFrame
@@ -39,15 +39,15 @@ class ReplyWriter:
         on_lost: called when a frame was refused because the request is no longer ours to run.
     """
 
-    def __init__(self, core: Core, ledger: Ledger, trouble: Trouble, *, on_settled: OnSettled, on_lost: OnLost) -> None:
-        self._config = core.config
-        self._registry = core.registry
+    def __init__(self, context: WorkerContext, ledger: Ledger, trouble: Trouble, *, on_settled: OnSettled, on_lost: OnLost) -> None:
+        self._config = context.config
+        self._registry = context.registry
         self._ledger = ledger
         self._on_settled = on_settled
         self._on_lost = on_lost
         self._trouble = trouble
-        self._frames_trouble = Trouble(core.outage)  # Redis refuses frames
-        self._replies_trouble = Trouble(core.outage)  # it refuses some of the final replies
+        self._frames_trouble = Trouble(context.outage)  # Redis refuses frames
+        self._replies_trouble = Trouble(context.outage)  # it refuses some of the final replies
         self._unpublished: dict[ActiveRequest, None] = {}  # have tokens that are not written yet
         self._unsettled: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
         self._refused: dict[ActiveRequest, None] = {}  # have an outcome that Redis refused, the one refused longest ago first

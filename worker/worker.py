@@ -18,7 +18,7 @@ import structlog
 from producer.connection import connect, redact
 from producer.keys import Keys
 from worker.config import WorkerConfig
-from worker.core import Core
+from worker.context import WorkerContext
 from worker.engine.scheduler import SchedulerStats
 from worker.engine.step import StepStats
 from worker.engine_loop import EngineLoop, OnStep
@@ -82,15 +82,15 @@ class Worker:
         self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
         self._metrics.watch_stall(lambda: self.loop.progress.stalled_s)
         self._ledger = self._make_ledger()
-        core = Core(config, self._guard, self.registry, self.loop, outage, self._metrics)
-        self._publisher = Publisher(core, self._ledger, on_end)
+        context = WorkerContext(config, self._guard, self.registry, self.loop, outage, self._metrics)
+        self._publisher = Publisher(context, self._ledger, on_end)
         consumer = Consumer(self._client, self._keys, config.name, config.lease_s)
-        self._intake = Intake(core, self._publisher, consumer, self._ledger)
-        self._reloader = Reloader(core, self._publisher, self._intake, check=check_model, load=load_engine, wake=self._wake)
+        self._intake = Intake(context, self._publisher, consumer, self._ledger)
+        self._reloader = Reloader(context, self._publisher, self._intake, check=check_model, load=load_engine, wake=self._wake)
         self._heartbeat = Heartbeat(self._client, self._keys, config.name, BEATS_MISSED * max(1.0, config.lease_s / 3))
         control = Control(self._client, self._keys)
         self._keeper = Keeper(
-            core,
+            context,
             control,
             self._heartbeat,
             self._ledger,

@@ -28,7 +28,7 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Call:
+class LoadCall:
     """One request as its caller saw it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Callers:
     """
 
     def __init__(self, client: AsyncClient, *, timeout_s: float, seed: int = 0) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[LoadCall] = []
         self._client = client
         self._timeout_s = timeout_s
         self._random = random.Random(seed)
@@ -66,10 +66,10 @@ class Callers:
     def now_s(self) -> float:
         return time.monotonic() - self._start_s
 
-    async def call(self, shape: Shape) -> Call:
+    async def call(self, shape: Shape) -> LoadCall:
         """One request from its submission to its last token; errors are recorded, not raised."""
         number = len(self.calls)
-        call = Call(f"load-{self._run}-{number}", RequestRecord(number, shape.prompt_tokens, self.now_s()))
+        call = LoadCall(f"load-{self._run}-{number}", RequestRecord(number, shape.prompt_tokens, self.now_s()))
         self.calls.append(call)
         try:
             await self._make(call, shape)
@@ -78,7 +78,7 @@ class Callers:
             await self._give_up(call)
         return call
 
-    async def _make(self, call: Call, shape: Shape) -> None:
+    async def _make(self, call: LoadCall, shape: Shape) -> None:
         handle = await self._client.submit(
             prompt(self._random, shape.prompt_tokens),
             id=call.request_id,
@@ -93,12 +93,12 @@ class Callers:
             call.record.add_tokens(len(chunk.token_ids), self.now_s())
         await self._note_result(call, handle)
 
-    async def _note_result(self, call: Call, handle: AsyncHandle) -> None:
+    async def _note_result(self, call: LoadCall, handle: AsyncHandle) -> None:
         result = await handle.result(0.0)  # it has been read already
         call.worker, call.model, call.attempt = result.worker, result.model, result.attempt
         call.record.num_prompt_tokens = result.usage.prompt_tokens
 
-    async def _give_up(self, call: Call) -> None:
+    async def _give_up(self, call: LoadCall) -> None:
         try:
             await self._client.get(call.request_id).cancel()
         except HeadraceError:
@@ -109,10 +109,10 @@ class Callers:
         end_s = self.now_s() + seconds
         return lambda: self.now_s() < end_s
 
-    async def closed_loop(self, shape: Shape, count: int, go_on: Callable[[], bool]) -> list[Call]:
+    async def closed_loop(self, shape: Shape, count: int, go_on: Callable[[], bool]) -> list[LoadCall]:
         """``count`` callers, each with one request after the other for as long as ``go_on`` returns True."""
 
-        async def caller() -> list[Call]:
+        async def caller() -> list[LoadCall]:
             made = [await self.call(shape)]
             while go_on():
                 made.append(await self.call(shape))
@@ -120,11 +120,11 @@ class Callers:
 
         return [call for made in await asyncio.gather(*(caller() for _ in range(count))) for call in made]
 
-    async def open_loop(self, arrivals: Iterable[tuple[float, Shape]]) -> list[Call]:
+    async def open_loop(self, arrivals: Iterable[tuple[float, Shape]]) -> list[LoadCall]:
         """A request at each arrival (seconds from now), however many are still in flight."""
         base_s = self.now_s()
 
-        async def arrive(at_s: float, shape: Shape) -> Call:
+        async def arrive(at_s: float, shape: Shape) -> LoadCall:
             await asyncio.sleep(max(0.0, base_s + at_s - self.now_s()))
             return await self.call(shape)
 
@@ -137,12 +137,12 @@ def prompt(rng: random.Random, num_words: int) -> str:
     return " ".join([*head, *(rng.choice(_WORDS) for _ in range(num_words - 2))][: max(1, num_words)])
 
 
-def answered(calls: Sequence[Call]) -> list[RequestRecord]:
+def answered(calls: Sequence[LoadCall]) -> list[RequestRecord]:
     """The records of the calls that were answered in full."""
     return [call.record for call in calls if not call.code]
 
 
-def phase_figures(calls: Sequence[Call], start_s: float, seconds: float) -> dict[str, float]:
+def phase_figures(calls: Sequence[LoadCall], start_s: float, seconds: float) -> dict[str, float]:
     """Latencies of ``calls``, answers per second until the last one, and tokens per second within the ``seconds`` from ``start_s``.
 
     Only tokens that came while new calls were made are counted: afterwards the last calls run at less than the load.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from producer.aio import AsyncClient
-from producer.load.callers import Call, Callers, Shape, answered, phase_figures
+from producer.load.callers import Callers, LoadCall, Shape, answered, phase_figures
 from producer.load.report import Check, Panel, Report, all_answered, distribution
 from producer.load.stats import RequestRecord, percentile
 
@@ -57,7 +57,7 @@ def _ratio(figures: dict[str, dict[str, float]], name: str) -> float:
     return figures["short beside long"][name] / before if before else 0.0
 
 
-def _checks(beside: Sequence[Call], longs: Sequence[Call], ttft_goal_ms: float) -> list[Check]:
+def _checks(beside: Sequence[LoadCall], longs: Sequence[LoadCall], ttft_goal_ms: float) -> list[Check]:
     ttft_ms = percentile([1000 * (record.first_token_s - record.arrival_s) for record in answered(beside)], 95)
     short_s = percentile(_seconds(answered(beside)), 95)
     long_s = percentile(_seconds(answered(longs)), 50)

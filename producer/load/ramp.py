@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from producer.aio import AsyncClient
-from producer.load.callers import Call, Callers, Shape, phase_figures
+from producer.load.callers import Callers, LoadCall, Shape, phase_figures
 from producer.load.report import Check, Panel, Report, Scale, Series, all_answered
 
 COLUMNS = ("callers", "requests", "req/s", "tokens/s", "TTFT p50 ms", "p95", "ITL p50 ms", "p95", "E2E p50 ms", "p95")
@@ -59,7 +59,7 @@ async def ramp(
 ) -> Report:
     """Closed loops of streaming callers, ``seconds`` per step; the next begins when the requests of the last are answered."""
     callers = Callers(client, timeout_s=timeout_s)
-    calls: list[Call] = []
+    calls: list[LoadCall] = []
     done: list[Step] = []
     await callers.call(shape)  # a first request may have to wait for what is made on demand
     for count in steps:
@@ -81,7 +81,7 @@ def capacity(steps: Sequence[Step], goals: Goals) -> Step | None:
     return best
 
 
-def _report(steps: Sequence[Step], calls: Sequence[Call], shape: Shape, goals: Goals) -> Report:
+def _report(steps: Sequence[Step], calls: Sequence[LoadCall], shape: Shape, goals: Goals) -> Report:
     best = capacity(steps, goals)
     kept = Check("the first step keeps the goals", best is not None, str(goals))
     return Report(

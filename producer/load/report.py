@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from producer.load.callers import Call
+from producer.load.callers import LoadCall
 
 Cell = str | float
 Scale = Literal["linear", "log"]
@@ -120,7 +120,7 @@ def distribution(label: str, values: Sequence[float]) -> Series:
     return Series(label, [*ordered[:1], *ordered], [i / len(ordered) for i in range(len(ordered) + 1)] if ordered else [], "step")
 
 
-def all_answered(calls: Sequence[Call]) -> Check:
+def all_answered(calls: Sequence[LoadCall]) -> Check:
     """Whether each call was answered in full."""
     codes = Counter(call.code for call in calls if call.code)
     failed = ", ".join(f"{count} {code}" for code, count in codes.most_common())

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from producer.aio import AsyncClient
 from producer.client import Client
 from producer.load.books import Remains, remains, settle
-from producer.load.callers import Call, Callers, Shape, answered
+from producer.load.callers import Callers, LoadCall, Shape, answered
 from producer.load.report import Cell, Check, Panel, Report, Series, all_answered
 
 _SETTLE_S = 10.0
@@ -67,7 +67,7 @@ def longest_gap(times_s: Sequence[float], after_s: float) -> tuple[float, float]
     return max(gaps)[1:] if gaps else None
 
 
-def _report(calls: Sequence[Call], checks: list[Check], at_s: float, gap_goal_s: float) -> Report:
+def _report(calls: Sequence[LoadCall], checks: list[Check], at_s: float, gap_goal_s: float) -> Report:
     times_s = [time_s for call in calls for time_s in call.record.token_times_s]
     gap = longest_gap(times_s, at_s)
     length_s = gap[1] - gap[0] if gap is not None else 0.0
@@ -89,7 +89,7 @@ def _report(calls: Sequence[Call], checks: list[Check], at_s: float, gap_goal_s:
     )
 
 
-def _panels(calls: Sequence[Call], times_s: Sequence[float], marks: dict[str, float]) -> list[Panel]:
+def _panels(calls: Sequence[LoadCall], times_s: Sequence[float], marks: dict[str, float]) -> list[Panel]:
     records = answered(calls)
     x = [record.arrival_s for record in records]
     return [

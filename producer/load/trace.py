@@ -18,7 +18,7 @@ import redis
 from producer.aio import AsyncClient
 from producer.errors import InvalidRequest
 from producer.keys import Keys, Tier, check_tier
-from producer.load.callers import Call, Callers, Shape, answered, phase_figures
+from producer.load.callers import Callers, LoadCall, Shape, answered, phase_figures
 from producer.load.report import Panel, Report, Series, all_answered, distribution
 
 _FIELDS = ("enqueued_ms", "prompt_tokens", "completion_tokens", "tier", "finished_ms")
@@ -142,7 +142,7 @@ def _arrivals(requests: Iterable[TraceRequest], speed: float) -> Iterator[tuple[
         yield at_s, Shape(max(1, item.prompt_tokens), max(1, item.output_tokens), item.tier)
 
 
-def _panels(calls: Sequence[Call]) -> list[Panel]:
+def _panels(calls: Sequence[LoadCall]) -> list[Panel]:
     records = answered(calls)
     submitted = sorted(call.record.arrival_s for call in calls)
     done = sorted(record.finished_s for record in records)

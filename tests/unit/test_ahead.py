@@ -99,7 +99,7 @@ def test_who_ended_meanwhile_is_passed_over(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["purged", "lost", "read again"])
-def test_entry_that_comes_back_while_its_old_ticket_is_there_waits_in_its_place(how: str) -> None:
+def test_entry_that_comes_back_while_the_old_one_is_held_waits_in_its_place(how: str) -> None:
     registry = Registry()
     first, back, last = (registry.enter(active().delivery) for _ in range(3))
     ahead = ahead_of(first, back, last)

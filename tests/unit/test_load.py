@@ -11,7 +11,7 @@ import pytest
 
 from producer.errors import InvalidRequest
 from producer.load import page, trace
-from producer.load.callers import Call, phase_figures, prompt
+from producer.load.callers import LoadCall, phase_figures, prompt
 from producer.load.limits import CASES, Answer, Case
 from producer.load.ramp import Goals, Step, capacity, hint
 from producer.load.report import Check, Panel, Report, Series, all_answered, distribution, text_of
@@ -28,11 +28,11 @@ def step(callers: int, ttft_ms: float, itl_ms: float = 10.0, failed: int = 0) ->
     return Step(callers, figures)
 
 
-def call(code: str = "", arrival_s: float = 0.0, token_times_s: tuple[float, ...] = ()) -> Call:
+def call(code: str = "", arrival_s: float = 0.0, token_times_s: tuple[float, ...] = ()) -> LoadCall:
     record = RequestRecord(0, 10, arrival_s)
     for time_s in token_times_s:
         record.add_tokens(1, time_s)
-    return Call("x", record, code)
+    return LoadCall("x", record, code)
 
 
 def report(test: str = "ramp", *, ok: bool = True, panels: tuple[Panel, ...] = ()) -> Report:

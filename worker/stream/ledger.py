@@ -22,7 +22,7 @@ from producer.keys import CONTROL_LENGTH, GROUP, TIERS, Keys
 from producer.scripts import Argument
 from producer.wire import Chunk
 from worker.stream.delivery import Delivery, Settlement, TokensFrame
-from worker.stream.scripts import Call, load, run, run_each
+from worker.stream.scripts import ScriptCall, load, run, run_each
 
 ALONE_FROM_ATTEMPT = 3  # two workers that held it died
 _LOST, _SETTLED = -1, -2
@@ -197,7 +197,7 @@ class Ledger:
         """Remove the consumers called ``names`` that have neither a heartbeat nor anything pending; returns how many there were."""
         return sum(self._timed(run, [(load("reap"), [self._keys.worker(name), *self._streams], [GROUP, name]) for name in names]))
 
-    def _timed(self, execute: Callable[[redis.Redis, Sequence[Call]], list[Any]], calls: Sequence[Call]) -> list[Any]:
+    def _timed(self, execute: Callable[[redis.Redis, Sequence[ScriptCall]], list[Any]], calls: Sequence[ScriptCall]) -> list[Any]:
         started_s = time.monotonic()
         replies = execute(self._client, calls)
         self._on_round_trip(time.monotonic() - started_s)
@@ -209,13 +209,13 @@ class Ledger:
     def _reply_and_state(self, delivery: Delivery) -> tuple[str, str]:
         return self._keys.reply(delivery.request_id), self._keys.state(delivery.request_id)
 
-    def _begin(self, delivery: Delivery, purpose: str | int) -> Call:
+    def _begin(self, delivery: Delivery, purpose: str | int) -> ScriptCall:
         (other,) = (self._keys.stream(tier) for tier in TIERS if tier != delivery.tier)
         args = [GROUP, self._consumer, delivery.entry.id, delivery.tier, _or_nothing(delivery.deadline_ms), delivery.encoding]
         args += [self._max_attempts, ALONE_FROM_ATTEMPT, purpose, int(not delivery.entry.counted), STATE_TTL_MS]
         return load("begin"), [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), other], args
 
-    def _publish(self, frames: Sequence[TokensFrame]) -> Call:
+    def _publish(self, frames: Sequence[TokensFrame]) -> ScriptCall:
         args: list[Argument] = [GROUP, self._consumer, self._state_ttl_ms]
         for frame in frames:
             delivery = frame.delivery
@@ -224,7 +224,7 @@ class Ledger:
         keys = [key for frame in frames for key in self._reply_and_state(frame.delivery)]
         return load("publish"), [*self._streams, *keys], args
 
-    def _finish(self, settlement: Settlement) -> Call:
+    def _finish(self, settlement: Settlement) -> ScriptCall:
         delivery, tail = settlement.delivery, settlement.tail
         args: list[Argument] = [GROUP, self._consumer, delivery.entry.id, delivery.tier, max(1, delivery.attempt), delivery.encoding]
         args += [settlement.type, settlement.body, settlement.status, settlement.code, self._reply_ttl_ms, self._state_ttl_ms]

@@ -13,7 +13,7 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from producer.scripts import Argument, Script
 
-Call = tuple[Script, Sequence[str], Sequence[Argument]]
+ScriptCall = tuple[Script, Sequence[str], Sequence[Argument]]
 
 
 @cache
@@ -26,7 +26,7 @@ def load(name: str) -> Script:
     return Script(name, source, hashlib.sha1(source.encode()).hexdigest())  # noqa: S324 - Redis names scripts so
 
 
-def run(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
+def run(client: redis.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
     """Run ``calls`` in order in one round trip, and give each one's reply.
 
     Raises:
@@ -39,7 +39,7 @@ def run(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
     return replies
 
 
-def run_each(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
+def run_each(client: redis.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
     """Run ``calls`` in order in one round trip, and give each one's reply, a `ResponseError` where the server refused it.
 
     All our scripts may be run twice with the same effect, so where the server has forgotten one, all are sent again.
@@ -55,7 +55,7 @@ def run_each(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
     return replies
 
 
-def _send(client: redis.Redis, calls: Sequence[Call]) -> list[Any]:
+def _send(client: redis.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
     with client.pipeline(transaction=False) as pipeline:
         for script, keys, args in calls:
             pipeline.execute_command(*script.command(keys, args))

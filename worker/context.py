@@ -13,7 +13,7 @@ from worker.stream.trouble import Outage
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
+class WorkerContext:
     """One worker's settings, threads, requests and engine; each may be used from any thread."""
 
     config: WorkerConfig
