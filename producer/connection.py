@@ -11,7 +11,9 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -115,6 +117,43 @@ class Backoff:
     def reset(self) -> None:
         """The trouble is over: start small next time."""
         self._count = 0
+
+
+class Outage:
+    """Trouble with Redis as those who share it know it: it begins when the first of them meets it, and ends when the last is through.
+
+    Args:
+        on_begin: called with the error that was met first.
+        on_end: called with the length in seconds.
+    """
+
+    def __init__(
+        self, on_begin: Callable[[BaseException], None], on_end: Callable[[float], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._afflicted: set[object] = set()
+        self._since_s = 0.0
+
+    def enter(self, error: BaseException, who: object = None) -> None:
+        """``who`` met ``error``; None stands for all who need not be told apart, since what one of them sees goes for all."""
+        with self._lock:
+            if not self._afflicted:
+                self._since_s = self._clock()
+                self._on_begin(error)
+            self._afflicted.add(who)
+
+    def leave(self, who: object = None) -> None:
+        """``who`` is through, or was not in trouble."""
+        if who not in self._afflicted:  # as nearly always: no lock
+            return
+        with self._lock:
+            if who in self._afflicted:
+                self._afflicted.discard(who)
+                if not self._afflicted:
+                    self._on_end(self._clock() - self._since_s)
 
 
 _CLASSES: dict[str, type] = {"redis": Tcp, "rediss": Tls, "unix": Unix}

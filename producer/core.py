@@ -12,7 +12,7 @@ from producer.calls import Submission, Ticket, Wait
 from producer.codec import ENCODINGS
 from producer.connection import redact
 from producer.errors import HeadraceError, InvalidRequest, QueueFull, RedisUnavailable
-from producer.exchange import Call, Outage, Patience
+from producer.exchange import Call, Patience, client_outage
 from producer.keys import Keys, check_name
 from producer.options import MAX_DEADLINE_S, Wanted, build, build_many
 from producer.tracing import NOT_TRACED, Traced
@@ -63,7 +63,7 @@ class ClientCore:
         self._encoding = encoding
         self._max_queue_depth = max_queue_depth if max_queue_depth is None else validate.integer("max_queue_depth", max_queue_depth, 1)
         self._patience_s = validate.number("patience_s", patience_s, 0.0)
-        self._outage = Outage()
+        self._outage = client_outage()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact(self._url)!r}, queue={self.queue!r})"

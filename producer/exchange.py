@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from producer.connection import SOCKET_TIMEOUT_S, Backoff, is_transient
+from producer.connection import SOCKET_TIMEOUT_S, Backoff, Outage, is_transient
 from producer.errors import RedisUnavailable, WaitTimeout
 from producer.scripts import Argument, Script
 
@@ -50,28 +49,12 @@ class Pause:
 Call = Generator[Batch | Pause, Any, T]
 
 
-class Outage:
+def client_outage() -> Outage:
     """What the callers of one client know of Redis's trouble: one log line when it begins, one when it ends."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since_s: float | None = None
-
-    def begin(self, error: RedisError) -> None:
-        """An exchange failed."""
-        with self._lock:
-            if self._since_s is None:
-                self._since_s = time.monotonic()
-                _log.warning("Redis is unavailable, waiting: %s", error)
-
-    def end(self) -> None:
-        """An exchange succeeded."""
-        if self._since_s is None:  # the usual case, without the lock
-            return
-        with self._lock:
-            since_s, self._since_s = self._since_s, None
-        if since_s is not None:
-            _log.warning("Redis is available again after %.1f s", time.monotonic() - since_s)
+    return Outage(
+        lambda error: _log.warning("Redis is unavailable, waiting: %s", error),
+        lambda seconds: _log.warning("Redis is available again after %.1f s", seconds),
+    )
 
 
 class Patience:
@@ -101,7 +84,7 @@ class Patience:
         if not is_transient(error):
             raise RedisUnavailable(f"Redis refuses: {error}") from error
         self.troubled = True
-        self._outage.begin(error)
+        self._outage.enter(error)
         remaining_s = self.remaining_s()
         if remaining_s <= 0.0:
             raise RedisUnavailable(f"Redis was unavailable until the timeout of {self._timeout_s:g} s: {error}") from error
@@ -111,7 +94,7 @@ class Patience:
         """Redis has answered."""
         self.troubled = False
         self._backoff.reset()
-        self._outage.end()
+        self._outage.leave()
 
     def wait_timeout(self, request_id: str) -> WaitTimeout:
         return WaitTimeout(f"no final reply within {self._timeout_s:g} s", request_id=request_id)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from producer.connection import Outage
 from worker.config import WorkerConfig
 from worker.engine_loop import EngineLoop
 from worker.guard import Guard
 from worker.metrics import WorkerMetrics
 from worker.registry import Registry
-from worker.stream.trouble import Outage
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from worker.stream.consumer import Consumer
 from worker.stream.control import Control
 from worker.stream.heartbeat import Heartbeat, eviction_policy
 from worker.stream.ledger import Ledger
-from worker.stream.trouble import TROUBLE, Outage
+from worker.stream.trouble import TROUBLE, worker_outage
 
 ENGINE_STOP_S = 5.0  # how long to wait for the last step before the requests are handed back without it
 BEATS_MISSED = 3
@@ -78,7 +78,7 @@ class Worker:
         self._client = connect(config.redis_url, queue=config.queue, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         self._draining = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, safe to use in a signal handler
-        outage = Outage()
+        outage = worker_outage()
         self._metrics = metrics if metrics is not None else WorkerMetrics(config.name)
         self._metrics.watch_stall(lambda: self.loop.progress.stalled_s)
         self._ledger = self._make_ledger()

@@ -9,14 +9,14 @@ import pytest
 from redis import exceptions as redis_errors
 
 from producer.errors import RedisUnavailable
-from producer.exchange import Batch, Outage, Patience, Pause, exchange, one
+from producer.exchange import Batch, Patience, Pause, client_outage, exchange, one
 from producer.scripts import load
 
 PING = ("PING",)
 
 
 def patience(timeout_s: float | None) -> Patience:
-    return Patience(timeout_s, Outage())
+    return Patience(timeout_s, client_outage())
 
 
 def test_reply_is_returned() -> None:
@@ -116,7 +116,7 @@ def test_reading_limit_never_passes_the_deadline_by_more_than_the_grace() -> Non
 
 def test_outage_is_logged_at_its_start_and_at_its_end_however_many_wait(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="headrace")
-    outage = Outage()
+    outage = client_outage()
     calls = [one(PING, Patience(None, outage)) for _ in range(5)]
     for call in calls:
         next(call)

@@ -4,7 +4,7 @@ import pytest
 import structlog
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from worker.stream.trouble import Outage, Trouble
+from worker.stream.trouble import Trouble, worker_outage
 
 
 class Clock:
@@ -21,7 +21,7 @@ def clock() -> Clock:
 
 
 def test_pauses_grow_to_a_cap_and_start_small_after_a_success(clock: Clock) -> None:
-    trouble = Trouble(Outage(clock), clock)
+    trouble = Trouble(worker_outage(clock), clock)
     pauses = [trouble.hit(RedisConnectionError()) for _ in range(20)]
     assert pauses[0] <= 0.05
     assert all(pause <= 2.0 for pause in pauses)
@@ -31,12 +31,12 @@ def test_pauses_grow_to_a_cap_and_start_small_after_a_success(clock: Clock) -> N
 
 
 def test_jitter_spreads_the_pauses(clock: Clock) -> None:
-    first = {Trouble(Outage(clock), clock).hit(RedisConnectionError()) for _ in range(20)}
+    first = {Trouble(worker_outage(clock), clock).hit(RedisConnectionError()) for _ in range(20)}
     assert len(first) > 10
 
 
 def test_not_ready_until_the_pause_is_over(clock: Clock) -> None:
-    trouble = Trouble(Outage(clock), clock)
+    trouble = Trouble(worker_outage(clock), clock)
     assert trouble.ready
     pause_s = trouble.hit(RedisConnectionError())
     assert not trouble.ready
@@ -45,7 +45,7 @@ def test_not_ready_until_the_pause_is_over(clock: Clock) -> None:
 
 
 def test_several_threads_in_trouble_are_one_outage_in_the_log(clock: Clock) -> None:
-    outage = Outage(clock)
+    outage = worker_outage(clock)
     one, two = Trouble(outage, clock), Trouble(outage, clock)
     with structlog.testing.capture_logs() as log:
         one.clear()

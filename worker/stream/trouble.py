@@ -14,42 +14,24 @@ from collections.abc import Callable
 import structlog
 from redis.exceptions import RedisError
 
-from producer.connection import Backoff
+from producer.connection import Backoff, Outage
 
 TROUBLE = (RedisError, OSError)
 
 log = structlog.get_logger("headrace.worker")
 
 
-class Outage:
-    """What the worker's threads have in common: whether any of them is in trouble, and since when."""
+def worker_outage(clock: Callable[[], float] = time.monotonic) -> Outage:
+    """What the worker's threads share: one log line when the first meets trouble, one when the last is through."""
+    return Outage(_log_begin, _log_end, clock)
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._afflicted: set[Trouble] = set()
-        self._since_s = 0.0
-        self.ended_s = -float("inf")
 
-    @property
-    def active(self) -> bool:
-        return bool(self._afflicted)
+def _log_begin(error: BaseException) -> None:
+    log.warning("redis trouble", error=type(error).__name__, detail=str(error), thread=threading.current_thread().name)
 
-    def enter(self, trouble: Trouble, error: BaseException) -> None:
-        with self._lock:
-            if not self._afflicted:
-                self._since_s = self._clock()
-                log.warning("redis trouble", error=type(error).__name__, detail=str(error), thread=threading.current_thread().name)
-            self._afflicted.add(trouble)
 
-    def leave(self, trouble: Trouble) -> None:
-        with self._lock:
-            if trouble not in self._afflicted:
-                return
-            self._afflicted.discard(trouble)
-            if not self._afflicted:
-                self.ended_s = self._clock()
-                log.info("redis trouble over", seconds=round(self.ended_s - self._since_s, 3))
+def _log_end(seconds: float) -> None:
+    log.info("redis trouble over", seconds=round(seconds, 3))
 
 
 class Trouble:
@@ -72,7 +54,7 @@ class Trouble:
 
     def hit(self, error: BaseException) -> float:
         """An attempt failed; returns `pause_s`."""
-        self._outage.enter(self, error)
+        self._outage.enter(error, self)
         self._not_before_s = self._clock() + self._backoff.next_s()
         return self.pause_s
 
