@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -61,8 +61,10 @@ def serve(
         options: the fields of `WorkerConfig` and `EngineConfig`; None takes the default.
 
     Raises:
-        ValueError: an option is out of its bounds, or what it names is not available.
+        TypeError: neither has one of the ``options``.
+        ValueError: an option is out of its bounds, or what it names cannot be had.
     """
+    _check_known(options)
     configure_logging(log_level, log_format)
     if unknown_variables:
         log.warning("variables of the environment that no option reads", names=unknown_variables)
@@ -233,3 +235,9 @@ def _exit_at_once(exit_code: int) -> NoReturn:
 
 def _fields_of(config: type, options: dict[str, Any]) -> dict[str, Any]:
     return {field.name: options[field.name] for field in fields(config) if options.get(field.name) is not None}
+
+
+def _check_known(options: Iterable[str]) -> None:
+    known = {field.name for config in (WorkerConfig, EngineConfig) for field in fields(config)}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"unknown options of a worker: {', '.join(unknown)}")

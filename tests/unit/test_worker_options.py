@@ -14,6 +14,7 @@ from producer.cli import main
 from worker.config import WorkerConfig
 from worker.engine.config import EngineConfig
 from worker.routing import Route
+from worker.service import serve
 
 
 @pytest.fixture
@@ -56,6 +57,13 @@ def test_every_setting_has_an_option_with_its_default(
     settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in of_code_alone}
     assert {name: served[name] for name in settings} == settings
     assert not of_code_alone & served.keys()
+
+
+@pytest.mark.parametrize("name", ["lease", "max_batch", "log_prompt"])
+def test_option_that_no_configuration_has_is_refused(name: str, served: dict[str, Any]) -> None:
+    run()
+    with pytest.raises(TypeError, match=f"unknown options of a worker: {name}$"):
+        serve(**served, **{name: 1})
 
 
 @pytest.mark.parametrize(
