@@ -235,8 +235,7 @@ class Intake:
         self._begin(page, ask)
         begun = set(page)
         self._unbegun = [active for active in self._unbegun if active not in begun]
-        counted = [active.delivery for active in page if active.delivery.entry.counted]
-        self._ledger.renew([delivery for delivery in counted if delivery.count != delivery.attempt])  # this sets their counts
+        self._ledger.write_counts([active.delivery for active in page if active.waits])
 
     def _give(self, room: dict[Tier, int]) -> dict[Tier, int]:
         """Give the engine the next requests in turn; returns the room that is left."""
@@ -276,7 +275,6 @@ class Intake:
             case "suspect":
                 log.warning("suspect held to be run alone", id=active.id, attempt=active.delivery.attempt)
                 self._suspects.append(active)
-                active.delivery.count = active.delivery.attempt - 1
             case "held":
                 self._hold(active)
             case "run":
@@ -329,7 +327,6 @@ class Intake:
 
     def _hold(self, active: ActiveRequest) -> None:
         delivery = active.delivery
-        delivery.count = delivery.attempt - 1
         active.source = delivery.source
         self._ahead.push(active)
 

@@ -20,9 +20,8 @@ def test_suspect_counts_only_once_it_runs_alone(pair: LedgerPair) -> None:
     pair.stolen_by("two", delivery)
     suspect = pair.stolen_by("one", delivery)
     assert begin(pair.one, suspect).verdict == "suspect"
-    assert suspect.attempt == 3
-    suspect.count = 2
-    pair.one.renew([suspect])
+    assert (suspect.attempt, suspect.count) == (3, 2)
+    pair.one.write_counts([suspect])
     assert pair.count(suspect) == 2
     assert pair.one.begin_held([suspect])[0].verdict == "run"
     assert (pair.count(suspect), suspect.attempt, pair.view.state("x1")["attempt"]) == (3, 3, "3")
@@ -36,9 +35,11 @@ def test_held_request_is_queued_and_counts_only_once_its_turn_comes(pair: Ledger
         for _ in range(2):  # a call whose reply was lost is sent again
             (held,) = ledger.hold([delivery])
         assert (held.verdict, delivery.attempt, pair.view.state("x1")["status"]) == ("held", 1, "queued")
-        delivery.count = 0
-        assert ledger.renew([delivery]) == []
+        assert delivery.count == 0
+        ledger.write_counts([delivery])
         assert pair.count(delivery) == 0
+        ledger.hold([delivery])  # asked again, after trouble elsewhere
+        assert delivery.attempt == 1
     assert [begun.verdict for _ in range(2) for begun in pair.two.begin_held([delivery])] == ["run", "run"]
     assert (pair.count(delivery), delivery.count, pair.view.state("x1")["status"]) == (1, 1, "running")
 

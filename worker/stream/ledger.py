@@ -28,6 +28,7 @@ ALONE_FROM_ATTEMPT = 3  # two workers that held it died
 _LOST, _SETTLED = -1, -2
 _PAGE = 250  # entries that one call of a script renews or hands back: a few milliseconds in which Redis serves nobody else
 
+Purpose = Literal["run", "hold", "due"]
 Verdict = Literal["run", "held", "suspect", "cancelled", "expired", "poisoned", "settled", "duplicate", "lost"]
 Outcome = Literal["written", "settled", "lost", "behind"]
 
@@ -109,26 +110,30 @@ class Ledger:
 
     def begin(self, deliveries: Sequence[Delivery]) -> list[Begun]:
         """Ask whether to run each of ``deliveries``, which were just given and counted; sets ``attempt`` and ``count``."""
-        return self._ask([(item, "run") for item in deliveries])
+        return self._ask(deliveries, "run")
 
     def hold(self, deliveries: Sequence[Delivery]) -> list[Begun]:
         """Ask whether each of ``deliveries``, which were just given, is to wait for its turn; sets ``attempt`` and ``count``."""
-        return self._ask([(item, "hold") for item in deliveries])
+        return self._ask(deliveries, "hold")
 
     def begin_held(self, deliveries: Sequence[Delivery]) -> list[Begun]:
         """Ask the same of those whose turn has come, suspects as well; from now on their attempts count."""
-        return self._ask([(item, item.attempt) for item in deliveries])
+        return self._ask(deliveries, "due")
 
-    def _ask(self, questions: Sequence[tuple[Delivery, str | int]]) -> list[Begun]:
-        replies = self._timed(run, [self._begin(item, purpose) for item, purpose in questions])
+    def _ask(self, deliveries: Sequence[Delivery], purpose: Purpose) -> list[Begun]:
+        """Only what is to be run is an attempt.
+
+        A repeated call says the same, even if a renewal has written the lower count meanwhile: the reads that count a delivery are
+        those of a first attempt, which is never less than 1.
+        """
+        replies = self._timed(run, [self._begin(delivery, purpose) for delivery in deliveries])
         begun = []
-        for (delivery, purpose), (verdict, attempt, now_ms, streamed, published, enqueued_ms, *firsts) in zip(
-            questions, replies, strict=True
-        ):
-            begun.append(Begun(cast("Verdict", verdict.decode()), now_ms, bool(streamed), published, enqueued_ms))
+        for delivery, (verdict, attempt, now_ms, streamed, published, enqueued_ms, *firsts) in zip(deliveries, replies, strict=True):
+            said = Begun(cast("Verdict", verdict.decode()), now_ms, bool(streamed), published, enqueued_ms)
             delivery.started_ms, delivery.first_token_ms = firsts
             delivery.attempt = attempt
-            delivery.count = attempt if purpose != "hold" or delivery.entry.counted else attempt - 1
+            delivery.count = attempt if said.verdict == "run" else attempt - 1
+            begun.append(said)
         return begun
 
     def published(self, delivery: Delivery) -> list[Chunk]:
@@ -166,6 +171,10 @@ class Ledger:
         except (redis.RedisError, OSError):
             return False
         return True
+
+    def write_counts(self, deliveries: Sequence[Delivery]) -> None:
+        """Take back, of those of ``deliveries`` that are no attempt yet, that the read which brought them has counted them."""
+        self.renew([delivery for delivery in deliveries if delivery.entry.counted and delivery.count != delivery.attempt])
 
     def renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Renew the leases of ``deliveries``; returns those that are lost."""
@@ -209,10 +218,10 @@ class Ledger:
     def _reply_and_state(self, delivery: Delivery) -> tuple[str, str]:
         return self._keys.reply(delivery.request_id), self._keys.state(delivery.request_id)
 
-    def _begin(self, delivery: Delivery, purpose: str | int) -> ScriptCall:
+    def _begin(self, delivery: Delivery, purpose: Purpose) -> ScriptCall:
         (other,) = (self._keys.stream(tier) for tier in TIERS if tier != delivery.tier)
         args = [GROUP, self._consumer, delivery.entry.id, delivery.tier, _or_nothing(delivery.deadline_ms), delivery.encoding]
-        args += [self._max_attempts, ALONE_FROM_ATTEMPT, purpose, int(not delivery.entry.counted), STATE_TTL_MS]
+        args += [self._max_attempts, ALONE_FROM_ATTEMPT, purpose, delivery.attempt, int(not delivery.entry.counted), STATE_TTL_MS]
         return load("begin"), [self._keys.stream(delivery.tier), *self._reply_and_state(delivery), other], args
 
     def _publish(self, frames: Sequence[TokensFrame]) -> ScriptCall:

@@ -3,18 +3,18 @@
 -- KEYS: the tier's stream, reply, state, the other tier's stream
 -- ARGV: group, consumer, entry, tier, deadline in ms or '', encoding,
 --       attempts after which it is given up, attempts from which it runs alone,
---       what for: 'run' it, 'hold' it until its turn comes, or the attempt that it is given now that its turn has come,
---       1 where the delivery count has not this delivery in it, else 0, TTL in ms of a state that is made here
+--       what for: 'run' it, 'hold' it until its turn comes, or it is 'due', its turn having come,
+--       the attempt that it was told when it was held (read if due), 1 if the delivery count does not include this delivery, else 0,
+--       TTL in ms of a state that is made here
 -- Returns: verdict, attempt, now in ms, 1 if somebody streams it, output tokens published, enqueued_ms,
 --          when any attempt began it first, and when any had published its first token, each nil where none has
 local stream, reply, state, other_stream = unpack(KEYS)
 local group, consumer, entry, tier, deadline_ms, encoding = unpack(ARGV, 1, 6)
-local max_attempts, alone_from, purpose, uncounted, state_ttl_ms = unpack(ARGV, 7, 11)
+local max_attempts, alone_from, purpose, held_attempt, uncounted, state_ttl_ms = unpack(ARGV, 7, 12)
 
 local where, published, count = standing(stream, group, consumer, entry, reply, state)
 local now = now_ms()
-local due_attempt = tonumber(purpose)
-local attempt = due_attempt or math.max(1, count + tonumber(uncounted))
+local attempt = purpose == 'due' and tonumber(held_attempt) or math.max(1, count + tonumber(uncounted))
 local function answer(verdict)
   local known = redis.call('HMGET', state, 'stream', 'enqueued_ms', 'started_ms', 'first_token_ms')
   local enqueued = tonumber(known[2]) or tonumber(string.match(entry, '^%d+'))
@@ -50,7 +50,7 @@ end
 if order[2] and (tonumber(order[2]) or now) < now then
   return answer('expired')
 end
-if due_attempt then
+if purpose == 'due' then
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'RETRYCOUNT', attempt, 'JUSTID')
 elseif attempt > tonumber(max_attempts) then
   return answer('poisoned')
