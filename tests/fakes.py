@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--queue", default="default")
     parser.add_argument("--name")
     parser.add_argument("--lease", type=float, default=2.0)
-    parser.add_argument("--drain", type=float, default=30.0)
+    parser.add_argument("--drain-seconds", type=float, default=30.0)
     parser.add_argument("--checkpoint-tokens", type=int, default=64)
     parser.add_argument("--checkpoint-seconds", type=float, default=2.0)
     parser.add_argument("--max-attempts", type=int, default=3)
@@ -260,7 +260,7 @@ def main() -> int:
         redis_url=args.redis,
         queue=args.queue,
         lease_s=args.lease,
-        drain_s=args.drain,
+        drain_s=args.drain_seconds,
         checkpoint_tokens=args.checkpoint_tokens,
         checkpoint_s=args.checkpoint_seconds,
         max_attempts=args.max_attempts,

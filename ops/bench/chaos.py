@@ -106,12 +106,11 @@ class Chaos:
 
     def _launch(self, url: str, log: Path) -> WorkerProcess:
         args = self.args
-        common = ["--lease", args.lease, "--drain", 0.3, "--checkpoint-tokens", CHECKPOINT_TOKENS, "--checkpoint-seconds", 0.5]
+        common = ["--lease", args.lease, "--drain-seconds", 0.3, "--checkpoint-tokens", CHECKPOINT_TOKENS, "--checkpoint-seconds", 0.5]
         common += ["--max-batch-size", args.max_batch_size, "--fetch-ahead", args.fetch_ahead]
         if args.engine == "fake":
             options = [*common, "--max-attempts", 50, "--socket-timeout", 2, "--step-ms", args.step_ms, "--trace", self.trace]
             return WorkerProcess(url, QUEUE, *options, log=log)
-        common[2] = "--drain-seconds"
         options = [*common, "--max-attempts", 50, "--model", args.model, "--dtype", "float32", "--log-format", "json"]
         return WorkerProcess(url, QUEUE, *options, module=("worker.cli", "worker"), log=log)
 

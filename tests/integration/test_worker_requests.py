@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import redis
@@ -209,12 +210,15 @@ def test_caller_that_times_out_cancels(client: Client, view: QueueView, worker: 
     eventually(lambda: view.state(caught.value.request_id or "")["status"] == "cancelled", "cancelled")
 
 
-def test_deadline_that_passes_in_the_queue_costs_no_step(server: Server, queue: str, client: Client, view: QueueView, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    handle = client.submit("hello", max_tokens=5, deadline_s=0.05)
-    threading.Event().wait(0.1)
+def test_deadline_that_passed_in_the_queue_costs_no_step(
+    server: Server, queue: str, client: Client, view: QueueView, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace"
-    with worker_thread(server.url, queue, FakeEngine(trace=trace)), pytest.raises(DeadlineExceeded):
-        handle.result(timeout=30)
+    view.client.xadd(view.keys.stream("realtime"), {"id": "late", "deadline_ms": 1, "json": b'{"prompt":"hello","max_tokens":5}'})
+    with worker_thread(server.url, queue, FakeEngine(trace=trace)):
+        eventually(lambda: view.finals("late"), "answered")
+    with pytest.raises(DeadlineExceeded):
+        client.get("late").result(timeout=5)
     assert trace.read_text() == ""
     view.assert_clean()
 
