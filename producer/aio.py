@@ -11,7 +11,7 @@ import redis
 import redis.asyncio as aioredis
 from redis.exceptions import ResponseError
 
-from producer.calls import CancelOutcome, Status, Ticket
+from producer.calls import CancelOutcome, Status
 from producer.connection import connect_async
 from producer.core import CONNECTION, DEFAULT_URL, ClientCore, HandleCore, Settings
 from producer.exchange import Batch, Call, Pause
@@ -105,12 +105,8 @@ class AsyncClient(ClientCore):
         return None
 
 
-class AsyncHandle(HandleCore):
+class AsyncHandle(HandleCore[AsyncClient]):
     """`producer.Handle` for asyncio."""
-
-    def __init__(self, client: AsyncClient, ticket: Ticket) -> None:
-        super().__init__(client, ticket)
-        self._client = client
 
     async def result(self, timeout: float | None = None) -> Result:
         """As `producer.Handle.result`."""

@@ -12,7 +12,7 @@ import redis
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from producer.calls import CancelOutcome, Status, Ticket
+from producer.calls import CancelOutcome, Status
 from producer.connection import connect
 from producer.core import CONNECTION, DEFAULT_URL, ClientCore, HandleCore, Settings
 from producer.exchange import Batch, Call, Pause
@@ -135,12 +135,8 @@ class Client(ClientCore):
         return None
 
 
-class Handle(HandleCore):
+class Handle(HandleCore[Client]):
     """One request on the queue. Threads may share it; another process gets its own with `Client.get`."""
-
-    def __init__(self, client: Client, ticket: Ticket) -> None:
-        super().__init__(client, ticket)
-        self._client = client
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the final reply.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
 from producer import calls, tracing, validate
 from producer.calls import Submission, Ticket, Wait
@@ -130,25 +130,28 @@ class ClientCore:
         return Ticket(check_name("id", request_id))
 
 
-class HandleCore:
+C = TypeVar("C", bound=ClientCore)
+
+
+class HandleCore(Generic[C]):
     """One request, as a client knows it."""
 
-    def __init__(self, client: ClientCore, ticket: Ticket) -> None:
+    def __init__(self, client: C, ticket: Ticket) -> None:
+        self._client = client
         self._ticket = ticket
-        self._core = client
 
     @property
     def id(self) -> str:
         return self._ticket.request_id
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.id!r}, queue={self._core.queue!r})"
+        return f"{type(self).__name__}({self.id!r}, queue={self._client.queue!r})"
 
     def _result_call(self, timeout_s: float | None) -> Call[Result]:
-        return self._core._wait_call(self._ticket, self._core._patience_of(check_timeout(timeout_s)))
+        return self._client._wait_call(self._ticket, self._client._patience_of(check_timeout(timeout_s)))
 
     def _wait(self, timeout_s: float | None) -> Wait:
-        return Wait(self._core.keys, self._ticket, self._core._patience_of(check_timeout(timeout_s)), streaming=True)
+        return Wait(self._client.keys, self._ticket, self._client._patience_of(check_timeout(timeout_s)), streaming=True)
 
     def _whole(self) -> list[Chunk]:
         """A reply that was read before, as one chunk; raises the error if the answer was one."""
@@ -156,10 +159,10 @@ class HandleCore:
         return [Chunk(result.text, result.token_ids, attempt=result.attempt, logprobs=result.logprobs)]
 
     def _status_call(self) -> Call[calls.Status]:
-        return calls.status(self._core.keys, self.id, self._core._patience())
+        return calls.status(self._client.keys, self.id, self._client._patience())
 
     def _cancel_call(self) -> Call[calls.CancelOutcome]:
-        return calls.cancel(self._core.keys, self.id, self._core._patience())
+        return calls.cancel(self._client.keys, self.id, self._client._patience())
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
