@@ -19,7 +19,7 @@ _MIN_SETTLED = 256
 
 @dataclass(slots=True, eq=False)
 class HeldRequest:
-    """One request's place, and the account of the source that it is charged to.
+    """One request's place in the buffer, and the account of the source to which it is charged.
 
     Attributes:
         num_bytes: size of its entry, by which its prompt is charged, because it is not tokenised yet.
@@ -52,7 +52,7 @@ class HeldRequest:
 
 
 class HeldQueue:
-    """What waits in one tier."""
+    """The requests that wait in one tier."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.held: dict[ActiveRequest, HeldRequest] = {}
@@ -65,7 +65,7 @@ class HeldQueue:
         self.num_bytes += request.num_bytes
 
     def pop(self) -> HeldRequest | None:
-        """Take out the next one, and charge its prompt; None where none waits."""
+        """Take out the next one, and charge its prompt; None if none waits."""
         if self._queue.peek() is None:
             return None
         request = self._queue.pop()
@@ -75,7 +75,7 @@ class HeldQueue:
         return request
 
     def purge(self) -> None:
-        """Forget those that have ended, or belong to another worker now."""
+        """Forget those that have ended or belong to another worker now."""
         for request in [request for request in self.held.values() if request.active.gone]:
             request.status = RequestStatus.FINISHED
             assert request.account is not None, "it was pushed"
@@ -102,7 +102,7 @@ class WaitingAhead:
         self.weights: dict[str, float] = {}
         self._capacity = capacity
         self._queues = {tier: HeldQueue(self.weights) for tier in TIERS}
-        self._left: list[HeldRequest] = []  # and may still be generating
+        self._left: list[HeldRequest] = []  # have left the buffer, and may still be generating
         self._settle_above = _MIN_SETTLED
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class WaitingAhead:
         return len(self._queues[tier].held)
 
     def wanted(self, tier: Tier, room: int) -> int:
-        """How many more of a tier are worth fetching where the engine has ``room``."""
+        """How many more of a tier are worth fetching if the engine has ``room``."""
         queue, most = self._queues[tier], room + self._capacity
         if len(queue.held) >= most or queue.num_bytes >= MAX_BYTES:
             queue.purge()
@@ -138,7 +138,7 @@ class WaitingAhead:
             self._settle()
 
     def latest(self) -> list[ActiveRequest]:
-        """Whom to give to another worker: of each tier the latter half, and a single one."""
+        """The requests to give to another worker: the latter half of each tier, or the only one."""
         waiting = [sorted(self._waiting(tier), key=lambda request: request.sort_key) for tier in TIERS]
         return [request.active for held in waiting for request in held[len(held) // 2 :]]
 
@@ -146,7 +146,7 @@ class WaitingAhead:
         return [request.active for tier in TIERS for request in self._waiting(tier)]
 
     def purge(self) -> None:
-        """Forget those that have ended, or belong to another worker now."""
+        """Forget those that have ended or belong to another worker now."""
         for queue in self._queues.values():
             queue.purge()
 

@@ -18,33 +18,33 @@ BLOCK_MS = 250  # one slice of a blocking read: how late a claim or a stop may b
 
 
 class Fetcher:
-    """Fetches entries that the registry does not know; used by one thread, but for `claim_soon` and `reread_soon`."""
+    """Fetches entries that the registry does not know. Used by one thread, except `claim_soon` and `reread_soon`."""
 
     def __init__(self, consumer: Consumer, registry: Registry, lease_s: float) -> None:
         self._consumer = consumer
         self._registry = registry
         self._lease_s = lease_s
         self._first = True
-        self._reread = True  # something may be pending for us that we do not know of
+        self._reread = True  # there may be entries pending for us that we do not know
         self._claim_at_s = 0.0
         self._claim_wanted = threading.Event()
-        self._claiming: set[Tier] = set()  # tiers whose pending list has not been gone through
+        self._claiming: set[Tier] = set()  # tiers whose pending list has not been searched to its end
 
     @property
     def claiming(self) -> bool:
-        """Whether pending lists are being gone through, and more may be found there."""
+        """Whether pending lists are being searched, and more may be found there."""
         return bool(self._claiming)
 
     def claim_soon(self) -> None:
-        """Somebody has handed requests back. May be called from any thread."""
+        """Another worker has handed requests back. May be called from any thread."""
         self._claim_wanted.set()
 
     def reread_soon(self) -> None:
-        """Something may be pending for us that we do not know of. May be called from any thread."""
+        """There may be entries pending for us that we do not know. May be called from any thread."""
         self._reread = True
 
     def fetch(self, wanted: Mapping[Tier, int], *, patient: bool) -> Sequence[Entry]:
-        """At most ``wanted`` of each tier, and all that is this worker's already.
+        """At most ``wanted`` of each tier, and all that belong to this worker already.
 
         Args:
             patient: wait up to `BLOCK_MS` for something new.
@@ -63,7 +63,7 @@ class Fetcher:
         """Redis was in trouble: what was on its way may be lost, and so may the group."""
         self._reread = True
         self._claiming.clear()
-        # Leases ran on meanwhile: whoever still lives renews first.
+        # Leases ran on meanwhile: living workers renew theirs first.
         self._claim_at_s = max(self._claim_at_s, time.monotonic() + self._lease_s / 3)
         if isinstance(error, ResponseError) and str(error).startswith("NOGROUP"):
             self._consumer.ensure_groups()

@@ -1,4 +1,4 @@
-"""The threads that a worker cannot do without, and its end: when one of them fails it hands everything back and ends."""
+"""The threads that a worker needs to run, and its end: when one of them fails, it hands everything back and ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Guard:
     """Makes threads, and knows whether the worker is to end: it was told to, or one of them has failed.
 
     Args:
-        on_end: called whenever one of them ends, for whatever reason, and whenever the worker is told to.
+        on_end: called whenever one of them ends, for any reason, and whenever the worker is told to end.
 
     Attributes:
-        failure: the first of any of them.
+        failure: the first failure of any of them.
         stops_asked: how often the worker was told to end.
     """
 

@@ -22,7 +22,7 @@ from worker.stream.ledger import Ledger
 from worker.stream.trouble import TROUBLE, Trouble
 from worker.suspects import Suspects
 
-POLL_S = 0.01  # between reads of the streams while somebody waits for room; a blocking read is up to 100 ms late to end
+POLL_S = 0.01  # between reads of the streams while requests wait for room; a blocking read may return up to 100 ms late
 WAIT_S = 0.1
 
 log = structlog.get_logger("headrace.worker")
@@ -50,8 +50,8 @@ class Intake:
         self._suspects = Suspects(context.registry)
         self._starter = Starter(context, publisher, ledger, self._ahead, self._suspects)
         self._fetched: list[ActiveRequest] = []  # not begun or held yet
-        self._due: list[ActiveRequest] = []  # their turn has come
-        self._askers: deque[str] = deque()  # workers that could run something
+        self._due: list[ActiveRequest] = []  # next in turn
+        self._askers: deque[str] = deque()  # workers that asked for requests
         self._poll_at_s = 0.0
         self._found_nothing = False
         self._stopping = threading.Event()
@@ -79,12 +79,12 @@ class Intake:
             pass
 
     def resume(self) -> None:
-        """Fetch again, first of all what was handed back and nobody has taken."""
+        """Fetch again, beginning with what was handed back and no worker has taken."""
         self._fetcher.reread_soon()
         self._open.set()
 
     def claim_now(self) -> None:
-        """Somebody has handed requests back."""
+        """Another worker has handed requests back."""
         self._fetcher.claim_soon()
 
     def num_ahead(self, tier: Tier) -> int:
@@ -129,7 +129,7 @@ class Intake:
         self._stopping.wait(pause_s)
 
     def _round(self) -> bool:
-        """Begin, share, give and fetch once; returns whether there was nothing to be had."""
+        """Begin, share, give and fetch once; returns whether there was nothing to fetch."""
         if not self._loop.ready or self._loop.stalled:
             self._stopping.wait(WAIT_S)
             return False
@@ -173,7 +173,7 @@ class Intake:
     # Beginning
 
     def _begin_fetched(self) -> None:
-        """Begin what finds room, and nobody waiting before it, and hold the rest."""
+        """Begin the requests that find room with none waiting before them, and hold the rest."""
         while page := self._fetched[:MAX_PAGE]:
             room, arrived = self._room(), Counter(active.delivery.tier for active in page)
             fit = {tier for tier in TIERS if arrived[tier] <= room[tier] and not self._ahead.count(tier)}
@@ -190,7 +190,7 @@ class Intake:
         self._ledger.write_counts([active.delivery for active in page if active.waits])
 
     def _give(self) -> dict[Tier, int]:
-        """Give the engine those whose turn has come; returns the room that is left."""
+        """Give the engine the next requests in turn; returns the room that is left."""
         room = self._room()
         self._due = self._ahead.take(room)
         given = Counter(active.delivery.tier for active in self._due)

@@ -40,7 +40,7 @@ class EndNow:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """All requests that are in the engine are to be handed back; then ``done`` is set."""
+    """All requests in the engine have to be handed back; then ``done`` is set."""
 
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -100,13 +100,13 @@ class Publisher:
         self.put([])
 
     def hand_back_running(self) -> threading.Event:
-        """Hand all requests that are in the engine back, without ending; the event is set when that is done."""
+        """Hand back all requests in the engine, without ending; the event is set when that is done."""
         asked = HandBack()
         self.put(asked)
         return asked.done
 
     def stop(self, *, crashed: bool) -> None:
-        """Write what can be written, hand all other requests back, and end the thread. The engine has ended before."""
+        """Write what can be written, hand all other requests back, and end the thread. The engine must have ended before."""
         with self._arrived:
             self._stopping = True
             self._arrived.notify()

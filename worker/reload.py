@@ -32,14 +32,14 @@ class Reload:
 class Reloader:
     """Carries out one order at a time, in the thread that calls `run`.
 
-    A model that ``check`` refuses changes nothing. Else fetching stops, what runs is finished for as long as a drain may take, and the
-    rest is handed back; then the engine's thread loads the new model beside the weights of the old one, which goes on serving where
-    that fails. Queued requests wait meanwhile. The worker's end ends a reload as well.
+    A model that ``check`` refuses changes nothing. Otherwise fetching stops, running requests have the time of a drain to finish, and
+    the rest is handed back. Then the engine's thread loads the new model beside the weights of the old one, which continues to serve
+    if that fails. Queued requests wait meanwhile. The end of the worker ends a reload too.
 
     Args:
         check: raises if the model of a name cannot be loaded, as far as that can be known while another serves.
         load: makes an engine with the model of a name; '' names the worker's own. Called in the engine's thread.
-        wake: has `run` called once more soon, by the thread that calls it.
+        wake: makes the thread that calls `run` call it again soon.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Reloader:
             self._intake.resume()
 
     def _empty(self) -> None:
-        """Finish what runs, for as long as there is time, and hand the rest back."""
+        """Finish what runs while there is time, and hand the rest back."""
         deadline_at_s = time.monotonic() + self._context.config.drain_s
         self._guard.wait_for(lambda: not self._context.registry.running or time.monotonic() >= deadline_at_s)
         if self._context.registry.running and not self._guard.ending:

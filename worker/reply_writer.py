@@ -53,11 +53,11 @@ class ReplyWriter:
         self._refused: dict[ActiveRequest, None] = {}  # have an outcome that Redis refused, the one refused longest ago first
 
     def mark_unpublished(self, active: ActiveRequest) -> None:
-        """It has new tokens, to be written when a frame of it is due."""
+        """It has new tokens, to be written when its next frame is due."""
         self._unpublished[active] = None
 
     def mark_unsettled(self, active: ActiveRequest) -> None:
-        """It has its outcome, which is to be written, with the tokens that are not."""
+        """It has its outcome, to be written together with its unpublished tokens."""
         self._unpublished.pop(active, None)
         self._unsettled[active] = None
 

@@ -62,7 +62,7 @@ def serve(
 
     Raises:
         TypeError: neither has one of the ``options``.
-        ValueError: an option is out of its bounds, or what it names cannot be had.
+        ValueError: an option is out of its bounds, or what it names is not available.
     """
     _check_known(options)
     configure_logging(log_level, log_format)

@@ -48,9 +48,9 @@ class Starter:
         self._suspects = suspects
 
     def begin(self, batch: Sequence[ActiveRequest], ask: Ask) -> None:
-        """Begin or hold a batch, as ``ask`` is answered.
+        """Begin or hold a batch, as ``ask`` answers.
 
-        Until all that Redis has to do with it is done nothing is changed, so it may be called again.
+        Nothing is changed here until Redis has done its part, so it may be called again.
         """
         begun = ask([active.delivery for active in batch]) if batch else []
         now_s = time.monotonic()
@@ -99,7 +99,7 @@ class Starter:
             self._hand_over(active, chunks)
         except HeadraceError as error:
             self._refuse(active, error, chunks)
-        except Exception as error:  # a fault of ours with this one request must not cost the others
+        except Exception as error:  # our fault with one request must not cost the others
             log.error("request could not be prepared", id=active.id, **described(error))
             self._publisher.end(active, InternalError("the request could not be prepared"))
 
@@ -114,7 +114,7 @@ class Starter:
         outputs = Outputs(active.id, requests, engine.make_detokenizer)
         outputs.resume(chunks)
         self._label(active, wire_request, requests)
-        with self._registry.lock:  # an order to end it comes before or after both
+        with self._registry.lock:  # an order to end it comes before both or after both
             if self._registry.activate(active, outputs):
                 self._loop.add(requests)
         self._metrics.tokens(active.tier, prompt=outputs.collector.num_prompt_tokens)

@@ -21,7 +21,11 @@ class Suspects:
         self._waiting.append(active)
 
     def run_next(self, begin: Callable[[Sequence[ActiveRequest]], None]) -> bool:
-        """See to them: ``begin`` the next one once nothing else runs, or wait a while; False if there are none left."""
+        """Handle them: ``begin`` the next one once nothing else runs, or wait a while.
+
+        Returns:
+            False if there are none, so that anything may be fetched.
+        """
         self._waiting = [active for active in self._waiting if self._is_held(active) and active.end is None]
         if self._alone is not None and not self._is_held(self._alone):
             self._alone = None

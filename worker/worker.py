@@ -114,7 +114,7 @@ class Worker:
         return "reloading" if self._reloader.active else "running"
 
     def request_stop(self) -> None:
-        """Drain; asked a second time, hand everything back now. May be called from a signal handler."""
+        """Drain; on a second call, hand everything back now. May be called from a signal handler."""
         self._guard.request_stop()
 
     def request_reload(self, order: Reload) -> None:
@@ -141,7 +141,7 @@ class Worker:
         return 0 if failure is None else 1
 
     def _serve(self) -> None:
-        """Until the first order to stop."""
+        """Serve until the first order to stop."""
         if self._guard.wait_for(lambda: self.loop.ready and self._keeper.await_start(0.0)) and not self._guard.ending:
             self._warn_of_eviction()
             self._tell_model()
