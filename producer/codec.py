@@ -34,6 +34,7 @@ from producer.wire import (
 )
 
 ENCODINGS: tuple[Encoding, ...] = ("msgpack", "json")
+_SURROGATES = "backslashreplace"  # how one is encoded: as \ud800
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; the value is OpenAI's
 
 Fields = dict[str, str | bytes | int]
@@ -99,13 +100,15 @@ def encoding_of(entry: Mapping[bytes, bytes]) -> Encoding:
 def encode_body(body: Mapping[str, Any], encoding: Encoding) -> bytes:
     """``body`` as bytes. Deterministic: map order is kept, and numbers take their shortest form.
 
-    A value that is not of a plain type can only be a map: everything else was refused when the request was made.
+    A value that is not of a plain type can only be a map: everything else was refused when the request was made. A lone surrogate,
+    which JSON can name and UTF-8 cannot carry, becomes its JSON escape (in msgpack, the text of that escape).
     """
     if encoding == "msgpack":
-        packed = msgpack.packb(body, use_bin_type=True, default=dict)
+        packed = msgpack.packb(body, use_bin_type=True, default=dict, unicode_errors=_SURROGATES)
         assert isinstance(packed, bytes)
         return packed
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict).encode()
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict)
+    return text.encode(errors=_SURROGATES)
 
 
 def decode_body(body: bytes, encoding: Encoding) -> dict[str, Any]:

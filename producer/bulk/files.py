@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from producer import codec
 from producer.bulk.lines import MAX_LINE_BYTES, usage_of
 from producer.bulk.spec import BulkSpec
 from producer.errors import InternalError, InvalidRequest
@@ -208,7 +209,7 @@ def _records(file: BinaryIO) -> Iterator[dict[str, Any]]:
 
 def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
     """One write per line: a process that is killed leaves whole lines, or one torn line at the very end."""
-    data = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    data = codec.encode_body(record, "json") + b"\n"
     written = file.write(data)
     while written < len(data):  # a full disk raises; a signal may cut a large write short
         written += file.write(data[written:])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -82,6 +83,8 @@ def main() -> None:
     Every option can also be set by the environment variable that its help names: HEADRACE_REDIS and HEADRACE_QUEUE for
     all commands, and HEADRACE_COMMAND_OPTION for the others, such as HEADRACE_SUBMIT_MAX_TOKENS.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: JSON may name what no encoding carries, a lone surrogate
 
 
 def complain(error: HeadraceError, where: str = "") -> None:

@@ -392,6 +392,20 @@ def test_dead_show_shows_the_request(shell: Shell, letter: str) -> None:
     assert outcome(shell("dead", "show", "nobody")) == (1, "", "headrace: UNKNOWN_REQUEST: no dead letter nobody\n")
 
 
+def test_lone_surrogate_in_a_body_or_a_reply_is_printed_as_its_escape(
+    shell: Shell, client: Client, respond: Callable[..., Responder]
+) -> None:
+    client.redis.xadd(client.keys.dead, {"id": "x2", "json": r'{"prompt":"hi","mine":"\ud800"}', "dead_code": "POISONED"})
+    shown = shell("dead", "show", "x2")
+    assert (json.loads(shown.stdout)["request"]["json"]["mine"], shown.stderr) == ("\ud800", "")
+    respond(lambda taken: taken.final("a\ud800b"))
+    client.submit("hi", id="x3")  # in msgpack, in which it is text
+    assert outcome(shell("submit", "hi", "--id", "x3")) == (0, "a\\ud800b\n", "")
+    client.redis.xadd(client.keys.stream("realtime"), {"id": "x4", "json": '{"prompt":"hi"}'})
+    eventually(lambda: client.get("x4").status() == "done", "answered")
+    assert outcome(shell("submit", "hi", "--id", "x4")) == (0, "a\\ud800b\n", "")
+
+
 def test_dead_replay_keeps_id_and_history(shell: Shell, client: Client, letter: str, respond: Callable[..., Responder]) -> None:
     assert outcome(shell("dead", "replay", "x1")) == (0, "x1\n", "")
     assert client.redis.xlen(client.keys.dead) == 0

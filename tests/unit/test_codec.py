@@ -65,6 +65,15 @@ def test_golden_body_survives_the_typed_form(item: dict[str, Any]) -> None:
     assert again == frame.body
 
 
+@pytest.mark.parametrize(("encoding", "told"), [("json", "\ud800"), ("msgpack", r"\ud800")])
+def test_error_that_repeats_a_lone_surrogate_can_be_told(encoding: Encoding, told: str) -> None:
+    """Whoever names a caller's own key in a message: the reply is written all the same, and read."""
+    error = InvalidRequest("unknown parameter: \ud800", field="\ud800")
+    frame = codec.decode_frame(as_bytes(dict(codec.encode_frame(Frame("error", codec.encode_error(error)), encoding))))
+    again = codec.decode_error(frame)
+    assert (again.message, again.field) == (f"unknown parameter: {told}", told)
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
 some_text = texts.filter(bool)
 names = st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True)

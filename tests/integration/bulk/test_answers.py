@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -139,6 +140,30 @@ def test_lines_that_are_no_text_cost_only_themselves(own_server: Server, connect
         work_off(own_server)
     assert [(record["line"], record["text"]) for record in records(spec.output)] == [(1, "first"), (5, "last, without a newline")]
     assert [record["line"] for record in records(spec.errors)] == [3, 4]
+
+
+def test_lone_surrogate_harms_its_own_line_alone(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
+    """JSON can name one, and UTF-8 cannot carry it: in a label, a name and a value, in each form of line."""
+    lone = "\ud800"
+    bad: list[Any] = [
+        lone,
+        {"custom_id": lone, "prompt": "x"},
+        {"custom_id": lone, "body": 17},
+        {"custom_id": "named", lone: 1, "prompt": "x"},
+        {"custom_id": "nested", "body": {"prompt": "x", lone: 1}},
+        {"custom_id": "message", "body": {"messages": [{"role": "user", "content": "x", lone: lone}]}},
+        {"prompt": "x", "stop": lone},
+        {"prompt": "x", "user": lone},
+    ]
+    spec = make_spec(tmp_path, ["first", *bad, "last"])
+    bulk_jobs.submit(connection, spec)
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+    assert [record["text"] for record in records(spec.output)] == ["first", "last"]
+    failed = {record["line"]: record for record in records(spec.errors)}
+    assert [failed[number]["error"]["code"] for number in range(2, 10)] == ["INVALID_REQUEST"] * len(bad)
+    assert [failed[number]["custom_id"] for number in range(2, 8)] == [None, lone, lone, "named", "nested", "message"]
+    assert failed[5]["error"]["param"] == failed[6]["error"]["param"] == lone
 
 
 def test_text_file_has_a_prompt_a_line(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
