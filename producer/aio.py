@@ -25,7 +25,7 @@ T = TypeVar("T")
 class AsyncClient(ClientCore):
     """`producer.Client` for asyncio; use each in one event loop only.
 
-    A task that is cancelled in `submit_and_wait` cancels its request.
+    A task that is cancelled in `submit_and_wait` cancels its request, as a caller's timeout does.
     """
 
     def __init__(self, url: str = DEFAULT_URL, queue: str = "default", **settings: Unpack[Settings]) -> None:

@@ -92,6 +92,7 @@ class Ticket:
 
     Attributes:
         submission: None for a request that this client did not put.
+        is_new: this call put it. If not, its id was known, and whoever put it may be waiting for it.
         deadline: absolute, as the enqueue script returned it ('' for none); None if it did not.
         refused: why the request was not accepted (`Client.submit_many`).
         alive_s: monotonic time of the last sign that Redis knows the request.
@@ -99,6 +100,7 @@ class Ticket:
 
     request_id: str
     submission: Submission | None = None
+    is_new: bool = False
     deadline: str | None = None
     refused: HeadraceError | None = None
     final: Frame | None = None
@@ -145,7 +147,7 @@ def _enqueue_part(items: Sequence[Submission], keys: Keys, patience: Patience) -
 
 
 def _ticket(item: Submission, reply: list[Any]) -> Ticket:
-    ticket = Ticket(item.request_id, item, alive_s=time.monotonic())
+    ticket = Ticket(item.request_id, item, item.is_put_by(reply), alive_s=time.monotonic())
     if reply[0] == b"queued":
         ticket.deadline = reply[2].decode()
     elif reply[0] == b"full":

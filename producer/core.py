@@ -102,7 +102,10 @@ class ClientCore:
             return (yield from self._answer_call(wanted, self._patience_of(timeout_s), traced))
 
     def _answer_call(self, wanted: Wanted, patience: Patience, traced: Traced) -> Call[Result]:
-        """A request whose caller gives up, times out or is interrupted is cancelled before the error is raised."""
+        """A request whose caller gives up, times out or is interrupted is cancelled before the error is raised.
+
+        A request that another call put is not: its caller may have more time.
+        """
         ticket = None
         try:
             ticket = yield from self._enqueue_call(wanted, patience, traced)
@@ -110,7 +113,7 @@ class ClientCore:
         except (GeneratorExit, RedisUnavailable, QueueFull, InvalidRequest):
             raise
         except BaseException:
-            if ticket is None or not ticket.finished:
+            if ticket is None or (ticket.is_new and not ticket.finished):
                 with suppress(HeadraceError):
                     yield from self._abandon_call(wanted.request.id)
             raise
@@ -143,6 +146,11 @@ class HandleCore(Generic[C]):
     @property
     def id(self) -> str:
         return self._ticket.request_id
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the call that returned this handle put the request; False where its id was known already."""
+        return self._ticket.is_new
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, queue={self._client.queue!r})"

@@ -57,7 +57,9 @@ def _sampling_options(command: Any) -> Any:
 @click.option("--chat", is_flag=True, help="The prompt is a user's message: apply the model's chat template.")
 @click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
 @click.option("--json", "as_json", is_flag=True, help="Print each answer (with --stream also each chunk) as one line of JSON.")
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds to wait for an answer; the request is then cancelled.")
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), help="Seconds to wait for an answer; a request put here is then cancelled."
+)
 @click.option("--tier", type=click.Choice(TIERS), default="realtime", show_default=True)
 @click.option("--id", "request_id", help="The request's id, for one prompt [default: a new one].")
 @click.option("--source", help="Label.")
@@ -206,7 +208,7 @@ class _Run:
 
     def _failed(self, asked: _Asked, error: HeadraceError, many: bool) -> int:
         if isinstance(error, WaitTimeout):
-            self._cancel([asked.request_id])
+            self._cancel({asked.request_id} & self._in_flight.keys())
             error = WaitTimeout(f"no final reply within {self._timeout_s:g} s", request_id=asked.request_id)  # of which some had passed
         self._printer.error(error, asked.request_id)
         if not many or isinstance(error, RedisUnavailable):
@@ -223,19 +225,22 @@ class _Run:
             for number, prompt in enumerate(prompts, 1):
                 if self._stop.is_set():
                     return
-                self._asked.put(self._submit(number, prompt, request_id or new_id()))
+                self._asked.put(self._submit(number, prompt, request_id))
             self._asked.put(None)
         except BaseException as error:  # raised again where the command is
             self._asked.put(error)
 
-    def _submit(self, number: int, prompt: str, request_id: str) -> _Asked:
+    def _submit(self, number: int, prompt: str, given_id: str | None) -> _Asked:
+        request_id = given_id or new_id()
         content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
         self._in_flight[request_id] = None  # before it is put: a cancellation may come first
         asked_s = time.monotonic()
         try:
-            handle: Handle | HeadraceError = self._client.submit(**content, id=request_id, **self._options)
+            handle = self._client.submit(**content, id=request_id, **self._options)
         except HeadraceError as error:
-            handle = error
+            return _Asked(number, request_id, error, asked_s)
+        if given_id and not handle.is_new:
+            del self._in_flight[request_id]  # another caller's, who may have more time
         return _Asked(number, request_id, handle, asked_s)
 
     def _cancel_all(self) -> None:

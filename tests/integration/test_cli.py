@@ -184,6 +184,20 @@ def test_timed_out_request_is_cancelled(shell: Shell, client: Client) -> None:
     assert client.get("x1").status() == "cancelled"
 
 
+@pytest.mark.parametrize("how", ["timeout", "ctrl-c"])
+def test_known_request_is_left_to_whoever_put_it(shell: Shell, client: Client, how: str) -> None:
+    handle = client.submit("hi", id="x1")
+    if how == "timeout":
+        assert shell("submit", "hi", "--id", "x1", "--timeout", "0.1").returncode == 75
+    else:
+        with shell.start("submit", "hi", "--id", "x1") as run:
+            eventually(lambda: any("b" in item["flags"] for item in client.redis.client_list()), "it waits for the reply")
+            run.send_signal(signal.SIGINT)
+            run.communicate(timeout=T_S)
+        assert run.returncode == 130
+    assert handle.status() == "queued"
+
+
 def test_answered_error_is_told(shell: Shell, respond: Callable[..., Responder]) -> None:
     respond(lambda taken: taken.error(InvalidRequest("prompt is odd", field="prompt")))
     assert outcome(shell("submit", "hi")) == (1, "", "headrace: INVALID_REQUEST: prompt is odd\n")

@@ -98,6 +98,19 @@ async def test_submit_and_wait_that_times_out_cancels_its_request(client: AsyncC
     assert await client.get(raised.value.request_id).status() == "cancelled"
 
 
+@pytest.mark.parametrize("how", ["timeout", "cancelled"])
+async def test_caller_of_a_known_id_that_gives_up_leaves_the_request_to_whoever_put_it(client: AsyncClient, how: str) -> None:
+    handle = await client.submit("hi", id="order-7")
+    call = asyncio.create_task(client.submit_and_wait("hi", id="order-7", timeout=0.2 if how == "timeout" else T_S))
+    if how == "cancelled":
+        while not any("b" in item["flags"] for item in await client.redis.client_list()):  # it blocks on the reply
+            await asyncio.sleep(0.01)
+        call.cancel()
+    with pytest.raises(WaitTimeout if how == "timeout" else asyncio.CancelledError):
+        await call
+    assert (handle.is_new, await handle.status()) == (True, "queued")
+
+
 async def test_cancelled_task_cancels_its_request(client: AsyncClient) -> None:
     waiting = asyncio.create_task(client.submit_and_wait("hi", id="x1"))
     while await client.get("x1").status() == "unknown":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -53,6 +54,25 @@ def test_submit_and_wait_that_times_out_cancels_its_request(client: Client, keys
     assert raised.value.request_id is not None
     assert client.get(raised.value.request_id).status() == "cancelled"
     assert client.redis.xlen(keys.stream("realtime")) == 1  # an undelivered entry is never deleted: a worker discards it
+
+
+def test_caller_of_a_known_id_that_times_out_leaves_the_request_to_whoever_put_it(
+    client: Client, any_server: Server, queue: str, respond: Callable[..., Responder]
+) -> None:
+    held = Held()
+    respond(held)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.submit_and_wait, "hi", id="order-7", timeout=T_S)
+        taken = held.next()
+        with Client(any_server.url, queue) as another, pytest.raises(WaitTimeout):
+            another.submit_and_wait("hi", id="order-7", timeout=0.2)
+        assert (client.get("order-7").status(), another.submit("hi", id="order-7").is_new) == ("running", False)
+        assert client.redis.hget(client.keys.state("order-7"), "cancel") is None
+        taken.final("hi")
+        assert first.result().text == "hi"
+    with pytest.raises(WaitTimeout):
+        client.submit_and_wait("hi", id="order-8", timeout=0.2)
+    assert client.redis.hget(client.keys.state("order-8"), "cancel") == b"1"
 
 
 def test_submit_and_wait_gives_the_request_a_deadline(client: Client, keys: Keys, respond: Callable[..., Responder]) -> None:
