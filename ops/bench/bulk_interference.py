@@ -1,4 +1,4 @@
-"""What a bulk job costs realtime callers: first token and whole answer, alone and beside one, in turn.
+"""What a bulk job costs realtime callers: time to the first token and to the whole answer, alone and beside one, in turn.
 
     python -m ops.bench.bulk_interference [--model demo] [--seconds 30] [--rounds 2] [--callers 4] [--realtime-step-ms 25] [--json]
 
@@ -30,7 +30,7 @@ from worker.engine.config import EngineConfig
 PROMPT = "Explain in two sentences why the sky is blue."
 OUTPUT_TOKENS = 32
 LINE = {"prompt": "Write a short story about a river and a mill. " * 8, "max_tokens": 64, "ignore_eos": True}
-LINES = 100_000  # more than any phase takes
+LINES = 100_000  # more than any phase consumes
 SETTLE_S = 5.0  # until the job's requests fill the batch
 
 Figures = dict[str, float]
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--callers", type=int, default=4)
-    parser.add_argument("--realtime-step-ms", type=float, default=EngineConfig().realtime_step_ms, help="the worker's option of this name")
+    parser.add_argument("--realtime-step-ms", type=float, default=EngineConfig().realtime_step_ms, help="as the worker's option")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     results: dict[str, list[Result]] = {"alone": [], "beside a bulk job": []}
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ask(client: Client, callers: int, seconds: float) -> list[Result]:
-    """Answers to so many callers, each of whom asks again as soon as it is answered."""
+    """Answers to ``callers`` callers, each of which asks again as soon as it is answered."""
     end_s = time.monotonic() + seconds
 
     def call(_: int) -> Iterator[Result]:
@@ -75,7 +75,7 @@ def ask(client: Client, callers: int, seconds: float) -> list[Result]:
 
 @contextlib.contextmanager
 def bulk_job(queue: EmbeddedQueue) -> Iterator[None]:
-    """A bulk job that is under way inside, and cancelled at the end."""
+    """A bulk job that runs within the ``with`` and is cancelled at the end."""
     headrace = [sys.executable, "-c", "from producer.cli import main; main()", "bulk"]
     where = ["--redis", queue.url]
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def bulk_job(queue: EmbeddedQueue) -> Iterator[None]:
             try:
                 time.sleep(SETTLE_S)
                 yield
-            finally:  # or leaving the `with` would wait for all of its lines
+            finally:  # otherwise leaving the `with` would wait for all of its lines
                 subprocess.run([*headrace, "cancel", job_id, *where], check=True, stdout=subprocess.DEVNULL)
                 worker.wait(120)
 
@@ -100,7 +100,7 @@ def figures(results: Sequence[Result]) -> Figures:
 
 
 def table(rows: dict[str, Figures]) -> Table:
-    """A row a phase."""
+    """One row per phase."""
     out = Table(title="realtime callers, ms")
     for heading in ("", "requests", "TTFT p50", "p95", "p99", "E2E p50", "p95", "p99"):
         out.add_column(heading, justify="right" if heading else "left")

@@ -1,11 +1,11 @@
-"""Callers, workers and a server, and everything that can go wrong with them; then the books are checked.
+"""Callers, workers and a server, with every fault that can be injected; afterwards the results are checked.
 
     python -m ops.bench.chaos [--engine fake|real] [--server valkey|redis8|redis7] [--seconds 120] [--seed 1] [--json]
 
-Workers are killed, told to go and stopped for longer than their lease, the server is killed and restarted, and both sides'
-connections to it are cut, delayed, silenced and robbed of replies. At the end every request that was accepted must have
-been answered, once; what was streamed must be what the final reply says, and both what an undisturbed run says; and
-nothing may be left in queue or KV cache. The exit code is 1 where any of it fails.
+Workers are killed, drained and stopped for longer than their lease, the server is killed and restarted, and both sides'
+connections to it are cut, delayed and silenced, or lose replies. At the end every accepted request must have been
+answered exactly once; the streamed text must equal the final reply, and both must equal an undisturbed run; and
+nothing may be left in queue or KV cache. The exit code is 1 if any of this fails.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ QUEUE = "chaos"
 
 @dataclass
 class Report:
-    """What happened, and what was found wrong with it.
+    """What happened, and what was found to be wrong.
 
     Attributes:
-        attempts: how many results were of which attempt.
-        generated_twice: tokens that were computed again, beyond the first time; None where the engine does not tell.
-        faults: what went wrong with the world, by kind.
-        failures: what went wrong with us.
+        attempts: number of results by attempt.
+        generated_twice: tokens that were computed again; None if the engine does not report it.
+        faults: the injected faults, by kind.
+        failures: what Headrace did wrong.
     """
 
     engine: str
@@ -183,13 +183,13 @@ def _plain(value: Any) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("fake", "real"), default="fake", help="arithmetic in place of the model, or the model")
+    parser.add_argument("--engine", choices=("fake", "real"), default="fake", help="arithmetic instead of the model, or the model")
     parser.add_argument("--model", default="demo", help="with --engine real")
     parser.add_argument("--server", choices=KINDS, default="valkey")
     parser.add_argument(
-        "--fsync", choices=("always", "everysec"), default="always", help="with everysec the last second is lost, and made up for"
+        "--fsync", choices=("always", "everysec"), default="always", help="with everysec the last second is lost, and has to be recovered"
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="of trouble; the end takes some more")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of faults; the end takes some more")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--callers", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)

@@ -1,4 +1,4 @@
-"""What goes wrong in `ops.bench.chaos`: workers that die, stop or are told to go, a server that crashes, connections that fail."""
+"""The faults of `ops.bench.chaos`: workers that die, stop or are drained, a server that crashes, connections that fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Launch = Callable[[Path], WorkerProcess]
 
 
 class Supervisor:
-    """Keeps ``count`` workers running: whatever ends is started again."""
+    """Keeps ``count`` workers running: one that ends is started again."""
 
     def __init__(self, launch: Launch, count: int, folder: Path) -> None:
         self.num_started = 0
@@ -33,7 +33,7 @@ class Supervisor:
         self._thread.start()
 
     def signal(self, index: int, number: signal.Signals) -> WorkerProcess:
-        """Send a signal to a worker; returns it, for it may be replaced at any time."""
+        """Send a signal to a worker; returns the worker, because it may be replaced at any time."""
         with self._lock:
             worker = self._workers[index]
             if worker.process.poll() is None:
@@ -41,7 +41,7 @@ class Supervisor:
             return worker
 
     def stop(self) -> list[int]:
-        """Drain all workers; their exit codes."""
+        """Drain all workers; returns their exit codes."""
         self._stopping.set()
         self._thread.join()
         for worker in self._workers:
@@ -50,7 +50,7 @@ class Supervisor:
         return [worker.wait(60) for worker in self._workers]
 
     def kill(self) -> None:
-        """End everything at once; for the case that something went wrong."""
+        """End everything at once, after a failure."""
         self._stopping.set()
         for worker in self._workers:
             worker.__exit__(None, None, None)
@@ -66,11 +66,11 @@ class Supervisor:
 
 
 class Faults:
-    """Brings trouble about, at random instants of ``chance``.
+    """Injects faults at random times drawn from ``chance``.
 
     Args:
-        workers_side, callers_side: the proxies that their connections go through.
-        lease_s: of the workers, who are stopped for longer than that.
+        workers_side, callers_side: the proxies through which their connections go.
+        lease_s: of the workers, which are stopped for longer than that.
         pause_s: the longest pause between two faults.
         names: of the faults, as in `FAULTS`.
     """
@@ -99,7 +99,7 @@ class Faults:
         self._faults = [getattr(self, name) for name in names]
 
     def run(self, seconds: float) -> None:
-        """One fault after the other, now and then two at a time."""
+        """One fault after the other, sometimes two at a time."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             time.sleep(self._chance.uniform(0.05, 1.0) * self._pause_s)
@@ -125,7 +125,7 @@ class Faults:
             worker.signal(signal.SIGTERM)
 
     def sigstop(self) -> None:
-        """For longer than the lease, while other trouble goes on."""
+        """For longer than the lease, while other faults continue."""
         worker = self._supervisor.signal(self._any_worker(), signal.SIGSTOP)
         threading.Timer(self._lease_s * self._chance.uniform(1.2, 3.0), worker.signal, [signal.SIGCONT]).start()
 
@@ -155,5 +155,5 @@ class Faults:
 
 
 def proxied(stack: ExitStack, server: Server) -> Proxy:
-    """A proxy before ``server``, until the end of ``stack``."""
+    """A proxy in front of ``server``, until the end of ``stack``."""
     return stack.enter_context(Proxy(server.port).running())

@@ -1,4 +1,4 @@
-"""Callers for `ops.bench.chaos`: they wait, read along, cancel or go away, and note down what they got."""
+"""Callers for `ops.bench.chaos`: they wait, read along, cancel or go away, and record what they got."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MANNERS: tuple[Manner, ...] = ("wait", "stream", "cancel", "abandon")
 WEIGHTS = (50, 35, 10, 5)
 PROMPTS = ("The capital of France is", "Once upon a time there was a mill", "def fibonacci(n):", "Water boils at", "A headrace is")
 MIN_TOKENS = 4
-CALL_TIMEOUT_S = 900.0  # a request that two workers did not survive waits for its turn to run alone
-PATIENCE_S = 120.0  # with a Redis that comes and goes, until a request is accepted
+CALL_TIMEOUT_S = 900.0  # a request in whose attempts two workers died waits for its turn to run alone
+PATIENCE_S = 120.0  # until a request is accepted, while Redis comes and goes
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Call:
     """One request as its caller saw it.
 
     Attributes:
-        outcome: ``ok`` or the code of the error; '' while it is under way.
+        outcome: ``ok`` or the code of the error; '' while it is in flight.
         faults: what about the answer was wrong.
     """
 
@@ -58,7 +58,7 @@ class Load:
         self._callers = [self._pool.submit(self._run, i, random.Random(f"{seed}:{i}")) for i in range(count)]
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the callers finish what they are at; False where some do not come to an end."""
+        """Let the callers finish their present calls; False if some do not."""
         self._stopping.set()
         deadline_s = time.monotonic() + timeout_s
         ended = all(_await(caller, deadline_s - time.monotonic()) for caller in self._callers)

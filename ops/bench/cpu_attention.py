@@ -27,7 +27,7 @@ def best_ms(call: Callable[[], object], repeats: int = 30) -> float:
 
 
 def report(name: str, case: Case) -> None:
-    """One layer, its caches 8 times over so that the cache lines come from memory as in a model of many layers."""
+    """One layer, with its caches 8 times over, so that the data comes from memory as in a model of many layers."""
     steps = [make_step(case, torch.bfloat16) for _ in range(8)]
     for step in steps:
         step.k_cache.nan_to_num_()

@@ -44,7 +44,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--count", type=int, help="only the first so many requests")
+    parser.add_argument("--count", type=int, help="only this many requests, the first ones")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-batch-size", type=int, default=128)
     parser.add_argument("--max-batch-tokens", type=int, default=512)

@@ -1,9 +1,9 @@
-"""Times paged attention on a CUDA device: ours, and beside it FlashInfer, FlashAttention and torch's SDPA where they are installed.
+"""Times paged attention on a CUDA device: ours beside FlashInfer, FlashAttention and torch's SDPA, if installed.
 
     python -m ops.bench.gpu_attention [--shape llama-8b] [--sweep] [--json out.json]
 
 Times are medians over graph replays, with the L2 cache cleared between them: device time, without launches. The floor beside them is
-what moving the bytes and doing the operations takes at the rates of a copy and a matrix product on this device, measured first.
+the time for moving the bytes and computing at the rates of a copy and a matrix product on this device, which are measured first.
 SDPA gets keys and values already gathered, which a server would have to do.
 """
 
@@ -48,7 +48,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device does at best.
+    """The highest rates of this device.
 
     Attributes:
         bytes_per_s: of a large copy, bytes read plus bytes written.
@@ -91,7 +91,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", action="append", choices=SHAPES, help="only this one; may be repeated")
-    parser.add_argument("--sweep", action="store_true", help="time our kernels with other tiles, too")
+    parser.add_argument("--sweep", action="store_true", help="also time our kernels with other tiles")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
@@ -112,7 +112,7 @@ def measure(shape: str, batch: str, ceilings: Ceilings, *, sweep: bool) -> Itera
     query_lens, seq_lens = BATCHES[batch]
     case = Case(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens), **SHAPES[shape])
     step = make_step(case, torch.bfloat16, "cuda")
-    triton_backend.attend(*step.arguments, **step.options)  # what the others read is in the cache from here on
+    triton_backend.attend(*step.arguments, **step.options)  # from here on the cache holds what the others read
     floor_ms = 1e3 * _floor_s(case, ceilings)
     for provider, run in _providers(step, sweep=sweep):
         yield Row(shape, batch, provider, _median_ms(_captured(run)), floor_ms)
@@ -141,7 +141,7 @@ def _providers(step: Step, *, sweep: bool) -> Iterator[tuple[str, Run]]:
 
 
 def _swept(run: Run) -> Iterator[tuple[str, Run]]:
-    """Our kernels with other tiles than `choose_tiles` takes."""
+    """Our kernels with tiles other than those of `choose_tiles`."""
     chosen = triton_backend.choose_tiles
     for rows, keys, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
 
@@ -200,14 +200,14 @@ def _sdpa(step: Step) -> Run:
     value = torch.randn(count, case.num_kv_heads, length, case.value_dim, device="cuda", dtype=torch.bfloat16)
     mask = None if new == 1 else causal_lower_right(new, length)
     group = case.num_heads // case.num_kv_heads
-    if mask is not None:  # the bias's kernels know no groups
+    if mask is not None:  # the kernels with a bias do not support groups
         key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: attention(query, key, value, attn_mask=mask, scale=step.options["scale"], enable_gqa=mask is None)
 
 
 def _captured(run: Run) -> Run:
-    """The same work as a graph's replay."""
+    """The same work as the replay of a graph."""
     graph, _ = CudaGraphRecorder(torch.device("cuda", torch.cuda.current_device()))(lambda: (run(),))
     return graph.replay
 

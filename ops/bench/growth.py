@@ -2,8 +2,8 @@
 
     python -m ops.bench.growth [--model demo] [--json] [--plot growth.png]
 
-Decode steps are timed alone, once every prompt is computed; figures are medians. The scheduler's part is that of
-`ops.bench.scheduler_cost`: no model runs in it.
+Only decode steps are timed, after all prompts are computed; figures are medians. The scheduler's part is from
+`ops.bench.scheduler_cost`, in which no model runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = 32  # timed at each point
 SCHEDULER_STEPS = 100
 BATCH_TOKENS = 512
 BLOCK_SIZE = 16
-PROMPT_TOKEN_ID = 100  # text in most vocabularies; what is said does not matter
+PROMPT_TOKEN_ID = 100  # text in most vocabularies; which does not matter
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Growth:
-    """The three courses; a context that is longer than the model's is missing in ``contexts``."""
+    """The three series; a context that is longer than the model's is missing in ``contexts``."""
 
     model: str
     batches: Sequence[Point]
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def load_engine(model: str) -> Engine:
-    """An engine whose KV cache holds the largest point. No prefix cache: every context is to be computed."""
+    """An engine whose KV cache holds the largest point. No prefix cache: every context must be computed."""
     points = [*((batch, PROMPT_TOKENS) for batch in BATCHES), *((CONTEXT_BATCH, context) for context in CONTEXTS)]
     blocks = [batch * ceil_div(context + _output_tokens(batch, context), BLOCK_SIZE) for batch, context in points]
     config = EngineConfig(
@@ -131,7 +131,7 @@ def _contexts(engine: Engine) -> Iterator[Point]:
 
 
 def _output_tokens(batch: int, context: int) -> int:
-    """What the first request generates at most: a token in each step that computes the others' prompts, then those that are timed."""
+    """Most tokens that the first request generates: one per step that computes the others' prompts, then the timed ones."""
     return ceil_div(batch * context, BATCH_TOKENS - batch) + STEPS + 2
 
 
@@ -147,17 +147,17 @@ def to_json(growth: Growth) -> dict[str, Any]:
 
 
 def tables(growth: Growth) -> tuple[Table, Table, Table]:
-    """A table a course."""
-    batch = _table(f"tokens/s by batch size ({PROMPT_TOKENS}-token prompts)", "batch", "tokens/s", "ms a step")
+    """One table per series."""
+    batch = _table(f"tokens/s by batch size ({PROMPT_TOKENS}-token prompts)", "batch", "tokens/s", "ms per step")
     for point in growth.batches:
         batch.add_row(str(point.batch), f"{point.tokens_per_s:.0f}", f"{point.step_ms:.2f}")
-    context = _table(f"cost of a step by context ({CONTEXT_BATCH} requests in it)", "context", "ms a step")
+    context = _table(f"cost of a step by context ({CONTEXT_BATCH} requests in it)", "context", "ms per step")
     for point in growth.contexts:
         context.add_row(str(point.context), f"{point.step_ms:.2f}")
     missing = CONTEXTS[len(growth.contexts) :]
     context.caption = f"longer than the model's context: {', '.join(map(str, missing))}" if missing else None
     waiting = _table(
-        f"scheduler's time by waiting requests ({scheduler_cost.RUNNING} running)", "waiting", "ms a step", "one leaves, one enters"
+        f"scheduler's time by waiting requests ({scheduler_cost.RUNNING} running)", "waiting", "ms per step", "one leaves, one enters"
     )
     for row in growth.waiting:
         waiting.add_row(str(row.waiting), f"{_scheduler_ms(row):.3f}", f"{row.churn_us / 1000:.3f}")
@@ -165,7 +165,7 @@ def tables(growth: Growth) -> tuple[Table, Table, Table]:
 
 
 def panels(growth: Growth) -> list[Panel]:
-    """The same three courses, drawn."""
+    """The same three series as plots."""
     batches = Series("", [p.batch for p in growth.batches], [p.tokens_per_s for p in growth.batches])
     contexts = Series("", [p.context for p in growth.contexts], [p.step_ms for p in growth.contexts])
     waiting = [row.waiting for row in growth.waiting]
@@ -173,8 +173,8 @@ def panels(growth: Growth) -> list[Panel]:
     churn = Series("one leaves, one enters", waiting, [row.churn_us / 1000 for row in growth.waiting])
     return [
         Panel("throughput by batch size", "requests in the batch", "output tokens/s", [batches], x_scale="steps"),
-        Panel(f"{CONTEXT_BATCH} decodes by context", "tokens before", "ms a step", [contexts], x_scale="steps"),
-        Panel("scheduler by waiting requests", "waiting", "ms a step", [steady, churn], x_scale="steps"),
+        Panel(f"{CONTEXT_BATCH} decodes by context", "tokens before", "ms per step", [contexts], x_scale="steps"),
+        Panel("scheduler by waiting requests", "waiting", "ms per step", [steady, churn], x_scale="steps"),
     ]
 
 

@@ -1,10 +1,10 @@
-"""What a cheaper representation costs in quality: perplexity of a text, and how many greedy outputs stay what float32 makes them.
+"""What a cheaper representation costs in quality: perplexity of a text, and how many greedy outputs equal those of float32.
 
 ``python -m ops.bench.quality [--model demo] [--prompts 64] [--tokens 64] [--json]``
 
 The text is documentation of this repository, scored by the engine in windows of 1,024 tokens, each from its second token on; the
-prompts are the first 32 tokens of those in the shipped set ``mixed``. Two outputs match when all their tokens do: after the first
-near tie that rounding decides otherwise they differ. transformers' own bfloat16 against its own float32 shows how much of that is
+prompts are the first 32 tokens of those in the shipped set ``mixed``. Two outputs match if all their tokens do: they differ from the
+first near tie on that rounding decides the other way. transformers' own bfloat16 against its own float32 shows how much of this is
 usual.
 """
 
@@ -49,12 +49,12 @@ _TRANSFORMERS = "transformers, bfloat16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Of one way to run the model.
+    """The quality of one way to run the model.
 
     Attributes:
-        perplexity: of the text; None where it was not taken.
-        exact_match: share of outputs that are float32's, token for token.
-        agreeing_tokens: mean length of what an output has in common with float32's, from its start.
+        perplexity: of the text; None if it was not measured.
+        exact_match: share of outputs that equal float32's, token for token.
+        agreeing_tokens: mean length of the common beginning of an output and float32's.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Quality:
 def main() -> None:
     options = _options()
     prompts = [request.prompt_token_ids[:_PROMPT_TOKENS] for request in workloads.load("mixed", count=options.prompts)]
-    with contextlib.redirect_stdout(sys.stderr):  # what engines log is no part of the result
+    with contextlib.redirect_stdout(sys.stderr):  # the engines' log is not part of the result
         results = _measure(options.model, prompts, options.tokens)
     if options.json:
         print(json.dumps([asdict(result) for result in results], indent=2))

@@ -1,4 +1,4 @@
-"""What a step costs the scheduler alone: 100 running requests, with more and more waiting behind them.
+"""What a step costs in the scheduler alone: 100 running requests, with more and more waiting behind them.
 
     python -m ops.bench.scheduler_cost [--json]
 
@@ -30,7 +30,7 @@ SOURCES = 50
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds a step; ``decode_us`` a decode request of the steady state."""
+    """Microseconds per step; ``decode_us`` per decode request of the steady state."""
 
     waiting: int
     schedule_us: float

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Cancel a request: answer it at once where no worker has it, else order its worker to.
--- Allowed when memory is full: it is a way out of that.
+-- Cancel a request: answer it at once if no worker has it, else order its worker to do so.
+-- Allowed when memory is full: cancelling frees some.
 -- KEYS: reply, state, control
 -- ARGV: id, body of a CANCELLED error in msgpack, the same in JSON, reply TTL in ms, finished state's TTL in ms,
---       length to keep the control stream at
+--       length to which the control stream is trimmed
 -- Returns: 'finished'    it had its final reply already: no effect
 --          'cancelled'   it was queued and is answered now; its entry stays until a worker discards it
 --          'cancelling'  it is running: its worker is told

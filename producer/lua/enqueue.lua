@@ -2,7 +2,7 @@
 -- KEYS: the tier's stream, reply, state, limits
 -- ARGV: tier, default depth limit or '', deadline ('' none, '+<ms>' from now, '<ms>' absolute),
 --       state TTL in ms, reply TTL in ms, finished state's TTL in ms, encoding, body of a CANCELLED error in it,
---       durable (1 where a WAITAOF follows on this connection, else 0),
+--       durable (1 if a WAITAOF follows on this connection, else 0),
 --       then the entry's fields and values, without enqueued_ms and deadline_ms
 -- Returns: {'queued', enqueued_ms, deadline_ms or ''}
 --          {'exists', status}      the id is known: nothing was added
@@ -16,7 +16,7 @@ local known = redis.call('HMGET', state, 'status', 'cancel')
 local status, cancelled = known[1], known[2]
 if status then
   if durable == '1' then
-    redis.call('HSET', state, 'status', status) -- as it was: WAITAOF waits for what its own connection wrote
+    redis.call('HSET', state, 'status', status) -- unchanged: WAITAOF waits for what its own connection wrote
   end
   return { 'exists', status }
 end

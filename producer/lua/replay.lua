@@ -5,7 +5,7 @@
 -- Returns: {'queued', entry}
 --          {'gone'}              the dead letter is no longer there
 --          {'busy', status}      the id is in use again
---          {'answered', status}  the id was in use again, and has a reply that is not this death's
+--          {'answered', status}  the id was in use again, and has a reply that does not belong to this death
 local dead, stream, reply, state = unpack(KEYS)
 local letter, dead_ms, tier, encoding, state_ttl_ms = unpack(ARGV, 1, 5)
 

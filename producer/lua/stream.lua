@@ -1,6 +1,6 @@
--- Ask for a frame every step of a request that was submitted without `stream`.
+-- Ask for one frame per step of a request that was submitted without `stream`.
 -- KEYS: state, control
--- ARGV: id, length to keep the control stream at
+-- ARGV: id, length to which the control stream is trimmed
 -- Returns: its status, or 'unknown'; a final one, or a request that streams already, is left alone
 local state, control = unpack(KEYS)
 local id, control_length = unpack(ARGV)

@@ -26,7 +26,7 @@ COMPARED = ("headrace", "queue", "static", "transformers", "transformers-static"
 ENGINES = (*COMPARED, "vllm")
 _WARMUP_REQUESTS = 16
 _WARMUP_TOKENS = 16
-_SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
+_SHARED_PREFIX = "shared-prefix"  # the workload that turns prefix caches on
 
 
 @click.command()
@@ -38,7 +38,7 @@ _SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
 @click.option(
     "--vllm-python",
     type=click.Path(exists=True, dir_okay=False),
-    help="Python interpreter of an environment with vLLM; joins vLLM, whose own variables (VLLM_CPU_...) come from the environment.",
+    help="Python interpreter of an environment with vLLM; adds vLLM, whose own variables (VLLM_CPU_...) come from the environment.",
 )
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Counted runs of each engine, in turn.")
 @click.option("--count", type=click.IntRange(1), help="Only the first COUNT requests.")
@@ -50,20 +50,20 @@ _SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
     "rates",
     multiple=True,
     type=click.FloatRange(0, min_open=True),
-    help=f"Poisson arrivals a second [default: all at once, or a trace's own times]; {REPEATABLE}, to sweep.",
+    help=f"Poisson arrivals per second [default: all at once, or a trace's own times]; {REPEATABLE}, to sweep.",
 )
 @click.option("--callers", default=128, show_default=True, type=click.IntRange(1), help="Blocking callers of the queue engine.")
 @click.option("--model", default="demo", show_default=True, help="Model folder, GGUF file, hub id, or demo.")
-@click.option("--dtype", default="auto", show_default=True, help="auto: what each engine computes fast in on this device.")
-@click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="Of Headrace's weights.")
-@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Of Headrace's KV cache.")
+@click.option("--dtype", default="auto", show_default=True, help="auto: the type in which each engine is fast on this device.")
+@click.option("--quantization", default="none", show_default=True, type=click.Choice(["none", "int8"]), help="Type of Headrace's weights.")
+@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]), help="Type of Headrace's KV cache.")
 @click.option("--max-batch-size", default=128, show_default=True, type=click.IntRange(1))
 @click.option(
     "--max-batch-tokens",
     default=0,
     show_default=True,
     type=click.IntRange(0),
-    help="Tokens a step; 0: by device. vLLM keeps its own default.",
+    help="Tokens per step; 0: by device. vLLM keeps its own default.",
 )
 @click.option(
     "--kv-memory",
@@ -72,7 +72,7 @@ _SHARED_PREFIX = "shared-prefix"  # the workload that asks for prefix caches
     type=ByteSize(),
     help="Memory for the KV cache of each of headrace, queue, static, vllm.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of generated workloads and arrivals.")
+@click.option("--seed", default=0, show_default=True, help="Seed of generated workloads and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput, latency and batch size.")
 def bench(
@@ -85,9 +85,9 @@ def bench(
     plot_path: Path | None,
     **options: Any,
 ) -> None:
-    """Run a workload through one engine or several, in turn, on the same requests.
+    """Run a workload through one or several engines, in turn, on the same requests.
 
-    With several values of --output-cap or --rate the requests are run at each of them in turn.
+    With several values of --output-cap or --rate the requests are run at each of them.
     """
     names = _names(engines, compare_all, vllm_python)
     if plot_path is not None and not can_draw():
@@ -184,7 +184,7 @@ def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None, scenar
 
 
 def _device_dtype(name: str) -> str:
-    """What ``auto`` is for engines whose kernels compute in what the device does."""
+    """The dtype that ``auto`` means for engines that compute in the device's own types."""
     from worker.engine.model_loader import choose_device, choose_dtype
 
     return str(choose_dtype(name, choose_device("auto"))).removeprefix("torch.")

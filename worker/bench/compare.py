@@ -1,4 +1,4 @@
-"""Run the same requests through several engines, in turn: A B A B, each engine loaded once in a process of its own."""
+"""Runs the same requests through several engines, in turn: A B A B, each engine loaded once in its own process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest, Scenario
 
 Results = Mapping[Scenario, Mapping[str, Sequence[Run]]]
-"""A list of runs for each engine of each scenario, one a round; the first engine is what the others are held against."""
+"""A list of runs for each engine of each scenario, one per round; the others are compared with the first engine."""
 
 _PROJECT = Path(__file__).parents[2]
 _END_S = 60.0
@@ -29,7 +29,7 @@ class EngineSpec:
 
     Attributes:
         module: of `worker.bench.drivers`.
-        settings: what the driver is given.
+        settings: the driver's settings.
         python: the interpreter that runs it.
     """
 
@@ -40,10 +40,10 @@ class EngineSpec:
 
 
 class Driver:
-    """A driver process; `run` hands it requests and waits for what it measured.
+    """A driver process; `run` gives it requests and waits for its measurements.
 
     Raises:
-        RuntimeError: the process ended, or did not generate what it was asked for.
+        RuntimeError: the process ended, or did not generate as many tokens as asked.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -62,7 +62,7 @@ class Driver:
         self.close()
 
     def close(self) -> None:
-        """End the process, by ending its input."""
+        """End the process by closing its input."""
         with suppress(BrokenPipeError):
             self._stdin.close()
         try:
@@ -110,7 +110,7 @@ def compare(
     """Run every scenario through every engine ``rounds`` times, in turn; ``warmup`` goes through each engine first and is not counted.
 
     Raises:
-        RuntimeError: an engine ended, or did not generate what it was asked for.
+        RuntimeError: an engine ended, or did not generate as many tokens as asked.
     """
     results: dict[Scenario, dict[str, list[Run]]] = {scenario: {spec.name: [] for spec in specs} for scenario in scenarios}
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What a comparison shows in a picture. An engine has one colour throughout."""
+"""Plots of a comparison. Each engine has the same colour in all of them."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def _latency(results: Results) -> Panel:
 
 
 def _batch_size(scenario: Scenario, runs: Mapping[str, Sequence[Run]]) -> Panel:
-    """Of each engine's last round; engines that give whole answers do not show theirs."""
+    """In each engine's last round; engines that give whole answers do not show theirs."""
     courses = [(engine, color, batch_sizes(of_engine[-1])) for color, (engine, of_engine) in enumerate(runs.items())]
     lines = [Series(engine, [x for x, _ in course], [y for _, y in course], "step", color) for engine, color, course in courses if course]
     return Panel(_join("batch size", scenario.label), "seconds", "requests", lines)
 
 
 def batch_sizes(run: Run) -> list[tuple[float, int]]:
-    """(second, requests from then on): of its steps, or else of the requests between their first token and their last."""
+    """(second, requests from then on): from its steps or, without these, from the requests between their first and last tokens."""
     if run.steps:
         return _of_steps(run)
     changes = sorted(change for r in run.records if r.first_token_s < r.finished_s for change in ((r.first_token_s, 1), (r.finished_s, -1)))
@@ -85,7 +85,7 @@ def batch_sizes(run: Run) -> list[tuple[float, int]]:
 
 
 def _of_steps(run: Run) -> list[tuple[float, int]]:
-    """A gap longer than the step before it counts as rest."""
+    """From its steps; a gap longer than the previous step counts as idle."""
     course: list[tuple[float, int]] = []
     for step, following in zip(run.steps, [*run.steps[1:], None], strict=True):
         course.append((step.end_s - step.seconds, step.batch_size))

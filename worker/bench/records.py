@@ -1,5 +1,5 @@
-"""What a run measured, a record a request and a step, and the figures drawn from it. Standard library only: drivers in other
-interpreters use it.
+"""A run's measurements, one record per request and per step, and the figures computed from them. Standard library only: drivers in
+other interpreters use it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from producer.load.stats import RequestRecord, latency_figures
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step of an engine; None where the engine does not tell.
+    """One step of an engine; None for what the engine does not report.
 
     Attributes:
         end_s: when it ended, since the run began.
         seconds: how long it took.
         batch_size: requests in it.
-        idle_s: how long the device did nothing before it though there was work.
-        kv_usage: share of the KV cache's blocks that requests hold behind it, 0..1.
+        idle_s: how long the device did nothing before it although there was work.
+        kv_usage: share of the KV cache's blocks that requests hold after it, 0..1.
         kv_waste: share of the token slots of these blocks that hold nothing, 0..1.
         phase_s: where the host's time went, by the names of `worker.engine.step_clock`.
     """
@@ -38,7 +38,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Run:
-    """One pass of requests through one engine; ``steps`` is empty where the engine does not tell them."""
+    """One pass of requests through one engine; ``steps`` is empty if the engine does not report them."""
 
     engine: str
     records: list[RequestRecord]
@@ -57,7 +57,7 @@ class Run:
         return self.output_tokens / self.wall_s
 
     def figures(self) -> dict[str, float]:
-        """The run in numbers, times in milliseconds; what the engine does not tell is left out."""
+        """The run in numbers, times in milliseconds, without what the engine does not report."""
         return {
             "output_tokens_per_s": self.output_tokens_per_s,
             "total_tokens_per_s": (self.output_tokens + sum(r.num_prompt_tokens for r in self.records)) / self.wall_s,
@@ -83,8 +83,8 @@ class Run:
 
 
 def step_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Means weighted by the steps' lengths, peaks, the share of the time in which the device idled though there was work, and each phase's
-    share of the steps.
+    """Means weighted by the steps' lengths, peaks, the share of the time in which the device idled although there was work, and each
+    phase's share of the steps.
     """
     figures = _mean_and_peak("batch_size", [(step.seconds, step.batch_size) for step in steps])
     figures |= _mean_and_peak("kv_usage", [(step.seconds, step.kv_usage) for step in steps if step.kv_usage is not None])
@@ -104,7 +104,7 @@ def _phase_shares(phases_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _mean_and_peak(name: str, samples: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """``<name>_mean`` and ``<name>_peak`` of (seconds, value); nothing of no samples."""
+    """``<name>_mean`` and ``<name>_peak`` of (seconds, value); nothing without samples."""
     if not samples:
         return {}
     total_s = sum(seconds for seconds, _ in samples)

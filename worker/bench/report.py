@@ -1,4 +1,4 @@
-"""What a comparison shows in figures: two tables for people, everything for machines."""
+"""Figures of a comparison: two tables for people, everything for machines."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _LATENCY_COLUMNS = tuple(
 
 
 def tables(title: str, results: Results) -> Group:
-    """Medians over the rounds, a row for each engine of each scenario."""
+    """Medians over the rounds, one row per engine and scenario."""
     rows = [(scenario.label, name, figures) for scenario, runs in results.items() for name, figures in _figures(runs).items()]
     use = _table(_USE_COLUMNS, rows)
     use.title = title
-    use.caption = f"medians over the rounds; ratio: output tok/s against {rows[0][1]}, round by round; {_UNKNOWN}: the engine does not tell"
+    use.caption = f"medians over the rounds; ratio: output tok/s against {rows[0][1]}, round by round; {_UNKNOWN}: not reported"
     latency = _table(_LATENCY_COLUMNS, rows)
     latency.caption = (
         "milliseconds; TTFT, E2E: from arrival to the first token (of queue: until its worker had it) and to the last; "
-        f"ITL: single gaps between tokens, {_UNKNOWN} where callers see whole answers"
+        f"ITL: single gaps between tokens, {_UNKNOWN} if callers see whole answers"
     )
     return Group(use, latency)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 SHIPPED = ("mixed", "decode", "prefill")
 _FOLDER = Path(__file__).parent / "workloads"
-_FIRST_TEXT_TOKEN = 1000  # below lie special tokens and single bytes
+_FIRST_TEXT_TOKEN = 1000  # below are special tokens and single bytes
 _LAST_TEXT_TOKEN = 40_000
-_SHIPPED_VOCAB_SIZE = 49_152  # of the demo model, whose tokens the shipped sets are made of
+_SHIPPED_VOCAB_SIZE = 49_152  # of the demo model, of whose tokens the shipped sets are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Scenario:
 
     Attributes:
         output_cap: most output tokens of a request; None leaves them as they are.
-        rate: Poisson arrivals a second; None leaves them as they are, which is all at once but for traces.
+        rate: Poisson arrivals per second; None leaves them as they are, which is all at once except for traces.
     """
 
     output_cap: int | None
@@ -65,10 +65,10 @@ def load(name: str, *, count: int | None = None, seed: int = 0, vocab_size: int 
     Args:
         name: one of `SHIPPED`, ``anyscale``, ``shared-prefix``, or ``trace:FILE``.
         seed: of the generated sets.
-        vocab_size: of the model that is to run them.
+        vocab_size: of the model that will run them.
 
     Raises:
-        ValueError: there is no such workload, it holds no requests, or tokens that the model lacks.
+        ValueError: there is no such workload, it holds no requests, or the model lacks some of its tokens.
     """
     requests = list(islice(_source(name, TokenSource(seed, vocab_size)), count))
     if not requests:
@@ -83,7 +83,7 @@ class TokenSource:
     """Draws text and lengths; a function of the seed.
 
     Args:
-        vocab_size: ids are drawn below it, and outside of where special tokens and single bytes mostly lie where there is room.
+        vocab_size: ids are drawn below it and, if there is room, outside of the usual range of special tokens and single bytes.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -110,7 +110,7 @@ def _sent(requests: Sequence[BenchRequest], output_cap: int | None, rate: float 
 
 
 def poisson(requests: Iterable[BenchRequest], rate: float, seed: int = 0) -> list[BenchRequest]:
-    """Give the requests Poisson arrivals of ``rate`` a second, the first at 0."""
+    """Give the requests Poisson arrivals at ``rate`` per second, the first at 0."""
     rng = random.Random(seed)
     now_s, out = 0.0, []
     for request in requests:
@@ -192,7 +192,7 @@ def _mooncake(path: Path) -> Iterator[tuple[float, int, int]]:
 
 
 def _sharegpt(path: Path) -> Iterator[tuple[float, int, int]]:
-    """First turn and its answer; lengths by the rule of thumb of four characters a token, all at time 0."""
+    """First turn and its answer; lengths by the rule of thumb of four characters per token, all at time 0."""
     for conversation in json.loads(path.read_text()):
         turns = [turn["value"] for turn in conversation["conversations"][:2]]
         if len(turns) == 2:

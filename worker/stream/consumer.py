@@ -20,11 +20,11 @@ _START = "0-0"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request entry as it stands on a stream.
+    """One request entry on a stream.
 
     Attributes:
-        counted: whether the group's delivery count has this delivery in it. Where it is not, it counts when it is begun, so that
-            what a worker did not come to begin is not held against the request.
+        counted: whether the group's delivery count includes this delivery. If not, it is counted when it is begun, so that
+            a delivery that a worker never began does not count against the request.
     """
 
     tier: Tier
@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def position(self) -> tuple[int, int]:
-        """On its stream: the server's Unix time in milliseconds when it was put there, and a number among those of the same."""
+        """On its stream: the server's Unix time in milliseconds when it was put, and a number among those of the same millisecond."""
         ms, _, sequence = self.id.partition("-")
         return int(ms), int(sequence)
 
@@ -53,7 +53,7 @@ class Consumer:
         self._cursors: dict[Tier, str] = dict.fromkeys(TIERS, _START)
 
     def ensure_groups(self) -> None:
-        """Make streams and group where they are missing; a new group begins at the stream's first entry."""
+        """Make streams and group if they are missing; a new group begins at the stream's first entry."""
         for tier in TIERS:
             try:
                 self._client.xgroup_create(self._keys.stream(tier), GROUP, id="0", mkstream=True)
@@ -62,7 +62,7 @@ class Consumer:
                     raise
 
     def read(self, room: Mapping[Tier, int], block_ms: int) -> list[Entry]:
-        """New entries, at most ``room`` of each tier: realtime's alone where only it has room, else both tiers in one call.
+        """New entries, at most ``room`` of each tier: realtime alone if only it has room, else both tiers in one call.
 
         Waits up to ``block_ms`` for the first.
         """
@@ -82,7 +82,7 @@ class Consumer:
     def claim(self, tier: Tier, count: int) -> list[Entry]:
         """Take over up to ``count`` entries whose lease lapsed or that were handed back.
 
-        One page of the pending list a call; the cursor is carried round, so that calls go through all of it.
+        One page of the pending list per call; the cursor is kept, so that successive calls go through all of it.
         """
         args: list[Argument] = [GROUP, self._name, self._lease_ms, self._cursors[tier], min(count, MAX_PAGE)]
         ((cursor, entries),) = run(self._client, [(load("claim"), [self._keys.stream(tier)], args)])
@@ -90,15 +90,15 @@ class Consumer:
         return _uncounted(tier, entries)
 
     def claim_is_under_way(self, tier: Tier) -> bool:
-        """Whether a tier's pending list has been gone through in part."""
+        """Whether a tier's pending list has been read in part."""
         return self._cursors[tier] != _START
 
     def own_pending(self, known: Known, *, crashed: bool) -> list[Entry]:
-        """Entries that are pending for this consumer and that ``known`` does not know.
+        """Entries that are pending for this consumer and not in ``known``.
 
-        After a crash they were a former process's of the same name, and being given them again is a delivery; so it is where
-        they were handed back, or their lease has lapsed, and nobody took them. Otherwise the reply that brought them was lost
-        on its way. The delivery count stays as it is, however often this is asked.
+        After a crash they belonged to a former process of the same name, and this is a new delivery. It is one too if
+        they were handed back, or their lease has lapsed, and no worker took them. Otherwise the reply that brought them was lost
+        on its way. The delivery count does not change, however often this is called.
         """
         return [entry for tier in TIERS for entry in self._own_pending(tier, known, crashed)]
 
@@ -127,10 +127,10 @@ def _page_of(room: Mapping[Tier, int]) -> tuple[list[Tier], int]:
 
 
 def _uncounted(tier: Tier, entries: Any) -> list[Entry]:
-    """Of a script's reply, where an entry's fields are a flat list."""
+    """Entries from a script's reply, in which fields are a flat list."""
     return [Entry(tier, id_.decode(), dict(zip(fields[::2], fields[1::2], strict=True)), counted=False) for id_, fields in entries]
 
 
 def _entries(tier: Tier, entries: Any, *, counted: bool = True) -> list[Entry]:
-    """An entry that was deleted while pending may come as nil: there is nothing to answer, and a renewal drops it."""
+    """Entries from a reply. One that was deleted while pending may come as nil: there is nothing to answer, and a renewal drops it."""
     return [Entry(tier, item[0].decode(), item[1], counted) for item in entries if item is not None and None not in item]

@@ -1,4 +1,4 @@
-"""Orders to workers: those that any caller may give, and those of operators and other workers. Each worker reads all, from its start on."""
+"""Orders to workers: from any caller, or from operators and other workers. Each worker reads all of them since its start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Order:
 
 
 class Control:
-    """Reads both streams; used by one thread. An order on the stream of others is passed over: rights are given by stream."""
+    """Reads both streams; used by one thread. An order on the wrong stream is ignored: rights are granted by stream."""
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self._client = client
@@ -37,7 +37,7 @@ class Control:
         self._last_ids: dict[Any, Any] = {}
 
     def start(self) -> None:
-        """Orders from now on will be read. To be called before the first request is: earlier orders are in the state hashes."""
+        """Read orders from now on. To be called before the first request is read: earlier orders are in the state hashes."""
         if not self._last_ids:
             self._last_ids = {key: self._last_id(key) for key in self._ops}
 
@@ -58,7 +58,7 @@ class Control:
         return orders
 
     def ask_to_share(self, worker: str, recipient: str) -> None:
-        """Have ``worker`` hand back some of the requests that wait with it, for ``recipient`` to claim."""
+        """Have ``worker`` hand back some of its waiting requests, for ``recipient`` to claim."""
         self._client.xadd(self._admin, {"op": "share", "worker": worker, "for": recipient}, maxlen=CONTROL_LENGTH)
 
 

@@ -1,4 +1,4 @@
-"""One delivered request, as a unit of work: it knows how it may end, and `ledger` is what ends it."""
+"""One delivered request as a unit of work: it builds its possible endings, and `ledger` carries them out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from producer.keys import Tier
 from producer.wire import MAX_LABEL_BYTES, Chunk, Encoding, Result, Usage
 from worker.stream.consumer import Entry
 
-MAX_REPLY_BYTES = 256 * 2**20  # of one frame: half of what Redis takes by its own default (proto-max-bulk-len)
-LEAST_BULK_BYTES = 2**20  # the least that a server can be set to take
+MAX_REPLY_BYTES = 256 * 2**20  # of one frame: half of Redis's default limit (proto-max-bulk-len)
+LEAST_BULK_BYTES = 2**20  # the lowest limit that a server can be set to
 
 Status = Literal["done", "failed", "cancelled"]
 
@@ -30,12 +30,12 @@ class TokensFrame:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """How a delivery ends: its final frame, and what goes with it.
+    """How a delivery ends: its final frame, and what accompanies it.
 
     Attributes:
-        tail: the last tokens' frame of a request that somebody streams, written with the final one.
-        dead_letter: the reason, where the request is put among the dead letters as well.
-        usage: how many tokens it took, where it succeeded; kept in its state.
+        tail: the last tokens' frame of a streamed request, written with the final one.
+        dead_letter: the reason, if the request also becomes a dead letter.
+        usage: how many tokens it took, if it succeeded; kept in its state.
     """
 
     delivery: Delivery
@@ -49,15 +49,15 @@ class Settlement:
 
     @property
     def num_bytes(self) -> int:
-        """Of its longest frame, which the server has to take as one argument."""
+        """Bytes of its longest frame, which the server has to accept as one argument."""
         return max(len(self.body), len(self.tail.body) if self.tail is not None else 0)
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """An entry that this consumer was given.
+    """An entry delivered to this consumer.
 
-    An entry without a usable id is answered under the entry's own, which is what its XADD returned.
+    An entry without a usable id is answered under the entry's own id, which its XADD returned.
 
     Attributes:
         attempt: which delivery this is, from 1; 0 until the ledger has seen it.
@@ -96,12 +96,12 @@ class Delivery:
 
     @property
     def source(self) -> str:
-        """Whose it is, as far as can be told before it is decoded, which may refuse the label."""
+        """Its source label, read before the entry is decoded, which may refuse the label."""
         return self.fields.get(b"source", b"")[:MAX_LABEL_BYTES].decode(errors="replace")
 
     @property
     def deadline_ms(self) -> int | None:
-        """Absolute, Redis time; None where there is none, or none that can be read (decoding will refuse that)."""
+        """Absolute, Redis time; None if there is none, or it cannot be read (decoding will refuse that)."""
         raw = self.fields.get(b"deadline_ms", b"")
         return int(raw) if raw.isdigit() and len(raw) <= 16 else None
 

@@ -1,4 +1,4 @@
-"""What a worker tells of itself, and what it sees of the others."""
+"""What a worker reports of itself, and what it sees of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.stream.scripts import load
 
 
 class Heartbeat:
-    """One worker's hash of plain fields, and its name among the workers'; both go when the worker stops writing.
+    """One worker's hash of plain fields, and its name among the workers'; both expire when the worker stops writing.
 
     Args:
         ttl_s: lifetime without a further beat.
@@ -37,12 +37,12 @@ class Heartbeat:
         load("beat")(self._client, [self._keys.worker(self._name), self._keys.workers], [self._name, self._ttl_ms, *said])
 
     def stop(self) -> None:
-        """The worker ends in order."""
+        """Remove both: the worker ends regularly."""
         self._client.delete(self._keys.worker(self._name))
         self._client.zrem(self._keys.workers, self._name)
 
     def tiers(self) -> list[TierStatus]:
-        """The queue's tiers as they are now, whoever serves them."""
+        """The present status of the queue's tiers, whichever workers serve them."""
         return read_tiers(self._client, self._keys)
 
     def others_without_work(self) -> set[str]:
@@ -56,7 +56,7 @@ class Heartbeat:
         return names
 
     def holder_of_most(self) -> str:
-        """The other worker with the most requests that wait beyond what its engine has room for; '' where none has any."""
+        """The other worker with the most requests that wait beyond its engine's room; '' if none has any."""
         holders = {consumer["name"].decode(errors="replace") for tier in TIERS for consumer in self._consumers(tier) if consumer["pending"]}
         ahead = {name: self._ahead_of(name) for name in holders - {self._name}}
         return max((name for name in ahead if ahead[name]), key=ahead.__getitem__, default="")
@@ -69,14 +69,14 @@ class Heartbeat:
         try:
             return list(self._client.xinfo_consumers(self._keys.stream(tier), GROUP))
         except ResponseError as error:
-            if str(error).startswith(("NOGROUP", "no such key")):  # whoever reads the streams makes them anew
+            if str(error).startswith(("NOGROUP", "no such key")):  # the reader of the streams makes them again
                 return []
             raise
 
 
 def eviction_policy(client: redis.Redis) -> str:
-    """The server's ``maxmemory-policy``, or '' where it does not say."""
+    """The server's ``maxmemory-policy``, or '' if it does not say."""
     try:
         return str(client.info("memory").get("maxmemory_policy", ""))
-    except ResponseError:  # INFO may be closed to us
+    except ResponseError:  # INFO may be forbidden to us
         return ""

@@ -1,7 +1,7 @@
-"""Who owns what: the one module that begins, publishes, renews, answers, acknowledges and hands back.
+"""Ownership of entries: the only module that begins, publishes, renews, answers, acknowledges and hands back.
 
 Every call is a script that first checks that this consumer still owns the entry (fencing), so a worker that was stopped,
-cut off or taken for dead can do no harm when it comes back. Every call may be repeated: where a reply was lost on its way
+cut off or taken for dead can do no harm when it comes back. Every call may be repeated: if a reply was lost on its way,
 the caller simply calls again.
 """
 
@@ -24,9 +24,9 @@ from producer.wire import Chunk
 from worker.stream.delivery import Delivery, Settlement, TokensFrame
 from worker.stream.scripts import ScriptCall, load, run, run_each
 
-ALONE_FROM_ATTEMPT = 3  # two workers that held it died
+ALONE_FROM_ATTEMPT = 3  # two workers died in its attempts
 _LOST, _SETTLED = -1, -2
-_PAGE = 250  # entries that one call of a script renews or hands back: a few milliseconds in which Redis serves nobody else
+_PAGE = 250  # entries that one call of a script renews or hands back: a few milliseconds in which Redis serves no other client
 
 Purpose = Literal["run", "hold", "due"]
 Verdict = Literal["run", "held", "suspect", "cancelled", "expired", "poisoned", "settled", "duplicate", "lost"]
@@ -35,7 +35,7 @@ Outcome = Literal["written", "settled", "lost", "behind"]
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What the ledger says of a delivery.
+    """The ledger's answer about a delivery.
 
     Attributes:
         verdict: ``run`` it; it is ``held``, until its turn comes; it is a ``suspect``, to be run alone; it was ``cancelled``,
@@ -53,13 +53,13 @@ class Begun:
 
     @property
     def resumes(self) -> bool:
-        """Whether there is output of earlier deliveries to go on from, or to answer with."""
+        """Whether there is output of earlier deliveries to continue from, or to answer with."""
         return self.published > 0 and self.verdict in ("run", "cancelled", "expired", "poisoned")
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What became of a settlement. ``behind``: the tail does not continue the ``published`` tokens; send it anew."""
+    """The result of a settlement. ``behind``: the tail does not continue the ``published`` tokens; send it again."""
 
     outcome: Outcome
     published: int
@@ -67,12 +67,12 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of frames and settlements.
+    """The result of writing frames and settlements.
 
     Attributes:
-        positions: for each frame the number of tokens that stand published now (its own end, or where to go on from), None
-            where the delivery is no longer ours to run; or the error with which the server refused all frames.
-        settled: for each settlement what became of it, or the error with which the server refused it.
+        positions: for each frame the number of tokens now published (its own end, or where to continue from), None
+            if the delivery is no longer ours to run; or the error with which the server refused all frames.
+        settled: for each settlement its result, or the error with which the server refused it.
     """
 
     positions: list[int | None] | ResponseError
@@ -83,9 +83,9 @@ class Ledger:
     """One consumer's ledger; may be used from any thread.
 
     Args:
-        reply_ttl_s: lifetime of a reply since its final frame.
-        state_ttl_s: that of a finished request's state, and of a reply that nobody goes on with.
-        on_round_trip: called with the length in seconds of each round trip, whatever it was for.
+        reply_ttl_s: lifetime of a reply after its final frame.
+        state_ttl_s: lifetime of a finished request's state, and of a reply that no worker continues.
+        on_round_trip: called with the duration in seconds of each round trip that begins, publishes, answers, renews or hands back.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Ledger:
         return begun
 
     def published(self, delivery: Delivery) -> list[Chunk]:
-        """The token frames of earlier deliveries that follow one another without a gap."""
+        """The token frames of earlier deliveries, as far as they follow one another without a gap."""
         chunks: list[Chunk] = []
         after = 0
         entries: Any = self._client.xrange(self._keys.reply(delivery.request_id))
@@ -156,7 +156,7 @@ class Ledger:
         return chunks
 
     def write(self, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> Written:
-        """Publish ``frames`` and end ``settlements`` in one round trip; what the server refuses of these keeps nothing else back."""
+        """Publish ``frames`` and end ``settlements`` in one round trip; the server's refusal of one does not affect the others."""
         calls = ([self._publish(frames)] if frames else []) + [self._finish(settlement) for settlement in settlements]
         replies = self._timed(run_each, calls) if calls else []
         positions = replies.pop(0) if frames else []
@@ -165,7 +165,7 @@ class Ledger:
         return Written(positions, [reply if isinstance(reply, ResponseError) else _settled(*reply) for reply in replies])
 
     def is_writable(self) -> bool:
-        """Whether the server takes writes now."""
+        """Whether the server accepts writes now."""
         try:
             check_writable(self._client, self._keys)
         except (redis.RedisError, OSError):
@@ -246,9 +246,9 @@ class Ledger:
 
 
 def check_writable(client: redis.Redis, keys: Keys) -> None:
-    """Raise what keeps the server from taking writes, a `redis.RedisError`: it is away, a replica, short of replicas, or refuses us.
+    """Raise a `redis.RedisError` if the server accepts no writes: it is away, a replica, short of replicas, or refuses us.
 
-    A script that may write shows it, and this one renews nothing.
+    A script that may write shows this; the one used here renews nothing.
     """
     run(client, [(load("renew"), [keys.stream(tier) for tier in TIERS], [GROUP, ""])])
 

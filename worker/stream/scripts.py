@@ -1,4 +1,4 @@
-"""The worker's Lua scripts, and how several are run in one round trip."""
+"""The worker's Lua scripts, and running several of them in one round trip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ScriptCall = tuple[Script, Sequence[str], Sequence[Argument]]
 
 @cache
 def load(name: str) -> Script:
-    """The script ``lua/<name>.lua``, with ``lua/fence.lua`` under its first line (which holds the flags)."""
+    """The script ``lua/<name>.lua``, with ``lua/fence.lua`` inserted after its first line (which holds the flags)."""
     folder = resources.files(__package__).joinpath("lua")
     flags, _, body = folder.joinpath(f"{name}.lua").read_text(encoding="utf-8").partition("\n")
     fence = folder.joinpath("fence.lua").read_text(encoding="utf-8")
@@ -27,10 +27,10 @@ def load(name: str) -> Script:
 
 
 def run(client: redis.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
-    """Run ``calls`` in order in one round trip, and give each one's reply.
+    """Run ``calls`` in order in one round trip, and return each one's reply.
 
     Raises:
-        redis.RedisError: the first that any of them met; those after it were run all the same.
+        redis.RedisError: the first error of any of them; those after it were run nevertheless.
     """
     replies = run_each(client, calls)
     for reply in replies:
@@ -40,12 +40,12 @@ def run(client: redis.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
 
 
 def run_each(client: redis.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
-    """Run ``calls`` in order in one round trip, and give each one's reply, a `ResponseError` where the server refused it.
+    """Run ``calls`` in order in one round trip, and return each one's reply, or a `ResponseError` if the server refused it.
 
-    All our scripts may be run twice with the same effect, so where the server has forgotten one, all are sent again.
+    Running any of our scripts twice has the effect of running it once, so if the server has forgotten one, all are sent again.
 
     Raises:
-        redis.RedisError: the server could not be asked.
+        redis.RedisError: the server could not be reached.
     """
     replies = _send(client, calls)
     if any(isinstance(reply, NoScriptError) for reply in replies):

@@ -1,8 +1,8 @@
 """Waiting out Redis trouble: restarts, LOADING, READONLY, OOM, NOGROUP, lost sockets, wrong passwords.
 
-A worker has nothing better to do than to try again: whatever Redis refuses today an operator may mend, and the requests it
-holds stay pending meanwhile. So each thread retries with growing, jittered pauses, and the log has one line when the first
-thread meets trouble and one, with its length, when the last is through.
+All a worker can do is try again: an operator may mend whatever Redis refuses now, and the requests that the worker
+holds stay pending meanwhile. Each thread retries with growing, jittered pauses. The log has one line when the first
+thread meets trouble and one, with its length, when the last one is through.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _log_end(seconds: float) -> None:
 
 
 class Trouble:
-    """One thread's dealings with Redis: after an error it is not `ready` for a while, longer each time."""
+    """One thread's access to Redis: after an error it is not `ready` for a while, longer each time."""
 
     def __init__(self, outage: Outage, clock: Callable[[], float] = time.monotonic) -> None:
         self._outage = outage
@@ -45,7 +45,7 @@ class Trouble:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next attempt is due; 0 where it is."""
+        """Seconds until the next attempt is due; 0 if it is due now."""
         return max(0.0, self._not_before_s - self._clock())
 
     @property

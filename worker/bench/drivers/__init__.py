@@ -1,1 +1,1 @@
-"""One program an engine. Each loads its engine once, then runs the request sets it reads from standard input."""
+"""One program per engine. Each loads its engine once, then runs the request sets that it reads from standard input."""

@@ -1,4 +1,4 @@
-"""What drivers share: the line protocol with the benchmark, and the arrival loop. Standard library only."""
+"""Shared by the drivers: the line protocol with the benchmark, and the arrival loop. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def settings() -> dict[str, Any]:
 
 
 def claim_stdout() -> IO[str]:
-    """Standard output for the protocol alone; call it before the engine loads, which with its processes may print: that goes to stderr."""
+    """Reserve standard output for the protocol; call it before the engine loads: whatever the engine prints then goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out
 
 
 def serve(out: IO[str], run: Callable[[list[BenchRequest]], Run]) -> None:
-    """Say ``ready``, then answer each line of requests on standard input with a line of measurements."""
+    """Write ``ready``, then answer each line of requests on standard input with a line of measurements."""
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         requests = [BenchRequest(**request) for request in json.loads(line)]

@@ -1,7 +1,7 @@
-"""Headrace as it is used: embedded Valkey, a worker process, and callers that block, a thread each.
+"""Headrace as it is used: embedded Valkey, a worker process, and blocking callers with one thread each.
 
-A blocking caller sees its answer whole. When the first token was there the worker tells, so the way back is not in that time, and there
-are no times between tokens: streams would have them, and be another path than the one that is measured.
+A blocking caller sees its answer whole. The worker reports when the first token was there, so that time excludes the way back, and
+there are no times between tokens: streams would have them, but would be a path other than the one measured.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _call_all(client: Client, pool: ThreadPoolExecutor, requests: list[BenchRequ
 
 
 def _steps(log: IO[bytes], start_s: float) -> Iterator[StepRecord]:
-    """The lines of `worker.service.StepLog`; the last one may not be whole yet."""
+    """The lines of `worker.service.StepLog`; the last one may still be incomplete."""
     for line in log:
         if line.endswith(b"\n"):
             step: dict[str, Any] = json.loads(line)

@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def _run(engine: Any, requests: list[BenchRequest]) -> Run:
-    """A step's batch size is the number of requests that got a token in it."""
+    """Runs the requests; a step's batch size is the number of requests that got a token in it."""
     from vllm import SamplingParams
 
     seen: dict[int, int] = {}

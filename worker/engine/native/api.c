@@ -1,4 +1,4 @@
-/* What Python calls: each function opens one parallel region over the process's OpenMP threads. */
+/* The functions that Python calls: each opens one parallel region over the process's OpenMP threads. */
 
 #include "amx.h"
 #include "attention.h"

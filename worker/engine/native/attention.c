@@ -7,7 +7,7 @@
 #include "softmax.h"
 
 #define SPAN_GROUPS (SPAN / GROUP)
-#define ROOM_GROUPS 8 /* groups of an int8 cache that are made into the kernels' dtype together: they fit the first cache */
+#define ROOM_GROUPS 8 /* groups of an int8 cache that are converted to the kernels' dtype together: they fit the first-level cache */
 
 struct attn_scratch {
     struct softmax softmax;
@@ -122,7 +122,7 @@ static int find_groups(const struct attn_tile *t, int begin, int end) {
     return num_groups;
 }
 
-/* A group of keys as the kernels read it: where it lies, or made in the room's place `index`. */
+/* A group of keys as the kernels read it: in place, or converted into place `index` of the room. */
 static const void *keys_at(const struct attn_tile *t, const char *group, int index) {
     if (!t->layer->int8_cache) return group;
     char *made = t->room + (int64_t)index * GROUP * t->layer->head_dim * t->kv_size;
@@ -149,7 +149,7 @@ static const void *const *keys_of(const struct attn_tile *t, int head, int first
     return groups;
 }
 
-/* A copy of values with tokens from `valid` on set to zero: what lies there may be anything, NaN too. */
+/* A copy of values with tokens from `valid` on set to zero: their contents are undefined, possibly NaN. */
 static const void *clean_tail(const struct attn_tile *t, const void *values, int valid) {
     int v_dim = t->layer->v_dim, depth = t->shape.depth;
     memcpy(t->tail, values, (size_t)(depth * v_dim * t->kv_size));
@@ -232,7 +232,7 @@ static void keep_partial(const struct attn_tile *t, const struct attn_plan *plan
     }
 }
 
-/* Whoever finishes the last part of a split range merges them all. */
+/* The thread that finishes the last part of a split range merges all parts. */
 static void merge_parts(const struct attn_tile *t, const struct attn_plan *plan, void *out, int64_t out_stride) {
     int v_dim = t->layer->v_dim;
     for (int r = 0; r < t->num_rows; r++) {

@@ -18,7 +18,7 @@
 #define GROUP 16          /* tokens in a group */
 #define MAX_ROWS 32       /* rows of a tile: (query, head) pairs computed together */
 #define SPAN 512          /* tokens whose scores are held at once */
-#define SPAN_STRIDE (SPAN + 16) /* from row to row of scores: rows a power of two apart would meet in the same cache sets */
+#define SPAN_STRIDE (SPAN + 16) /* from row to row of scores: rows a power of two apart would share cache sets */
 #define MIN_SPLIT 512     /* a sequence is split over threads only into parts at least this long */
 
 enum dtype { DTYPE_BF16 = 0, DTYPE_F32 = 1 };
@@ -37,7 +37,7 @@ struct attn_layer {
 /* One step. Mirrored by `BatchStruct` in library.py. */
 struct attn_batch {
     const int32_t *query_start; /* [num_seqs + 1] */
-    const int32_t *seq_lens;    /* [num_seqs], this step's tokens counted */
+    const int32_t *seq_lens;    /* [num_seqs], including this step's tokens */
     const int32_t *block_tables;
     const int64_t *slots; /* [num_tokens]; negative: not written */
     int64_t table_stride;
@@ -59,7 +59,7 @@ struct attn_plan {
     int32_t num_items, num_parts, num_splits;
     float *partial;         /* [num_parts][MAX_ROWS][v_dim + 2] */
     atomic_int *unfinished; /* [num_splits] */
-    char *scratch;          /* one piece a thread */
+    char *scratch;          /* one piece per thread */
     int64_t scratch_bytes;
 };
 

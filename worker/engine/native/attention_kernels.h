@@ -5,7 +5,7 @@
 #include "attention.h"
 
 #define MAX_DEPTH 32     /* of `attn_shape.depth` */
-#define GROUPS_AT_ONCE 4 /* scores of so many groups are computed together; pointers to groups are kept in multiples of it */
+#define GROUPS_AT_ONCE 4 /* this many groups' scores are computed together; pointers to groups are kept in multiples of it */
 #define ROUND_UP(x, n) (((x) + (n) - 1) / (n) * (n))
 
 struct attn_shape {
@@ -20,7 +20,7 @@ struct attn_shape {
 /* The dtype of query rows and weights: bfloat16 only where the kernels multiply it as it is. */
 int attn_dtype(const struct attn_layer *layer);
 
-/* Prepares the thread's tile unit for so many rows; attn_finish gives it back. */
+/* Prepares the thread's tile unit for so many rows; attn_finish releases it. */
 void attn_prepare(int num_rows);
 void attn_finish(void);
 

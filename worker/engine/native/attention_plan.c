@@ -6,7 +6,7 @@
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
-/* Splitting makes at most so many parts. */
+/* Splitting makes at most this many parts. */
 static int max_parts(int num_threads) { return num_threads > 1 ? 4 * ITEMS_PER_THREAD * num_threads : 0; }
 
 static int64_t max_items(const struct attn_layer *layer, int32_t num_seqs, int32_t num_tokens, int num_threads) {
@@ -48,7 +48,7 @@ static void append_item(struct attn_plan *plan, struct attn_item item, int targe
     }
 }
 
-/* Keys that all items together go through, for each KV head. */
+/* Keys that all items together read, per KV head. */
 static int64_t total_keys(const struct attn_layer *layer, const struct attn_batch *batch) {
     int64_t total = 0, group = layer->num_heads / layer->num_kv_heads;
     for (int i = 0; i < batch->num_seqs; i++) {

@@ -1,7 +1,7 @@
 /* Keys and values of a step into the packed cache (layout: attention.h). */
 #include "int8_cache.h"
 
-/* Where a token lies: its group within (block, head), and its place in the group. */
+/* A token's place: its group within (block, head), and its index in the group. */
 struct place { int64_t group_row; int token; };
 
 static struct place place_of(const struct attn_layer *layer, int64_t slot, int head) {

@@ -4,10 +4,10 @@
 
 #include "elementwise.h"
 
-/* From so many rows a thread on, each thread takes its own rows through the weights; below, threads share the weights' panels.
- * Rows of one's own stay in one's own cache, panels of one's own are read from memory once. */
+/* From this many rows per thread on, each thread takes its own rows through all weights; below, threads share the weights' panels.
+ * A thread's own rows stay in its cache; its own panels are read from memory once. */
 #define WIDE_ROWS 96
-/* Of its own rows a thread takes so many at once from product to product, so that what one writes is in the cache for the next. */
+/* A thread takes this many of its own rows at once from product to product, so that one product's output is cached for the next. */
 #define WIDE_BLOCK 256
 #define WIDE_UNIT 32 /* shares of rows are multiples of it: whole tiles, and equal ones for the usual budgets */
 
@@ -77,7 +77,7 @@ int64_t decoder_workspace_bytes(const struct decoder *d, int32_t num_seqs, int32
     return buffers + attn_workspace_bytes(&d->layers[0].attn, num_seqs, num_tokens, num_threads);
 }
 
-/* Ends a phase whose results other threads read next. Rows of one's own are read by oneself alone. */
+/* Ends a phase whose results other threads read next. A thread's own rows are read only by itself. */
 static void end_phase(struct run *run) {
     if (!run->wide) team_barrier(run->team);
 }
@@ -104,7 +104,7 @@ static void norm(struct run *run, const float *weight) {
     end_phase(run);
 }
 
-/* Adds what a branch computed to the residual stream, normed first where the model does so. */
+/* Adds a branch's output to the residual stream, normed first if the model does so. */
 static void add_branch(struct run *run, const struct matrix *w, struct operand rows, const float *out_norm) {
     const struct decoder *d = run->decoder;
     struct result result = {.store = ADD_F32, .data = run->residual, .stride = d->hidden, .columns = d->hidden, .factor = d->residual_factor};
@@ -119,7 +119,7 @@ static void add_branch(struct run *run, const struct matrix *w, struct operand r
         int64_t at = (int64_t)row * d->hidden;
         add_normed(run->residual + at, run->branch + at, out_norm, d->hidden, d->norm_eps, d->residual_factor);
     }
-    /* the rows are this thread's own in the norm that follows, too */
+    /* the rows are this thread's own in the next norm too */
 }
 
 /* Norms and rotates queries and keys of this thread's rows, and stores keys and values. */
@@ -226,7 +226,7 @@ static int64_t best_of(const struct run *run, int row) {
     return value < INFINITY ? index : -1;
 }
 
-/* Greedy choice without logits in memory. What the model does to its logits after the product keeps their order. */
+/* Greedy choice without logits in memory. The model's changes to its logits after the product keep their order. */
 static void likeliest(struct run *run) {
     const struct decoder *d = run->decoder;
     int count = run->step->num_logits;

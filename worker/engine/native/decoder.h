@@ -28,7 +28,7 @@ struct decoder {
     float norm_eps, embedding_factor, residual_factor, logits_factor, logits_softcap;
 };
 
-/* What a step's time goes into, waiting for other threads counted in. Mirrored by `PHASES` in library.py. */
+/* The phases of a step, including waiting for other threads. Mirrored by `PHASES` in library.py. */
 enum phase { PHASE_EMBED, PHASE_NORM, PHASE_QKV, PHASE_PLACE, PHASE_ATTENTION, PHASE_O, PHASE_GATE_UP, PHASE_DOWN, PHASE_LOGITS, NUM_PHASES };
 
 /* Mirrored by `StepStruct` in library.py. */
@@ -38,7 +38,7 @@ struct step {
     const int64_t *logits_rows;           /* [num_logits] */
     bf16 *hidden;                         /* [num_tokens][hidden], after the final norm */
     float *logits;                        /* [num_logits][vocab], or NULL: only the largest is wanted */
-    int64_t *likeliest;                   /* [num_logits], without `logits`: the token of the largest; -1 where it is not finite */
+    int64_t *likeliest;                   /* [num_logits], without `logits`: the token of the largest; -1 if it is not finite */
     double *phase_seconds;                /* [NUM_PHASES], of the first thread, added to; or NULL */
     int32_t num_logits;
 };

@@ -4,15 +4,15 @@
 #include "gemm_store.h"
 
 #define BLOCK_FLOATS (ROW_BLOCK * PANEL)
-#define MAX_BLOCKS 8  /* row blocks whose sums are held while a panel's steps are worked off in pieces */
-#define MAX_STEPS 18  /* steps of a piece: a block of rows and the piece of the panel nearly fit the first cache */
+#define MAX_BLOCKS 8  /* row blocks whose sums are held while a panel's steps are processed in pieces */
+#define MAX_STEPS 18  /* steps of a piece: a block of rows and the piece of the panel nearly fit the first-level cache */
 #define STEP_ELEMENTS (2 * TILE_ELEMENTS)
-#define LINES_AHEAD 4 /* of the next panel's cache lines, asked for in each step: more would keep this block's own loads waiting */
+#define LINES_AHEAD 4 /* cache lines of the next panel prefetched in each step: more would delay this block's own loads */
 
 #if HAVE_AMX || defined(__AVX512BF16__)
 #define WIDE_FLOATS 0
 #else
-#define WIDE_FLOATS (512 * 1024) /* of rows widened to float32: they fit the second or the third cache */
+#define WIDE_FLOATS (512 * 1024) /* of rows widened to float32: they fit the second- or third-level cache */
 #endif
 
 /* What a thread needs for itself. */
@@ -128,8 +128,8 @@ static void multiply(const struct block *b) {
 
 #else
 #define PARTS (TILE_ROWS / LANES) /* vectors of a tile's 16 outputs */
-#define ROWS_AT_ONCE 6            /* with 16 registers of 8 lanes, twelve hold the sums of so many rows and a tile, or half as many and two tiles */
-#define STEPS_AHEAD 4             /* of the weights, asked for while the first rows are multiplied: the processor's own prefetching comes too late */
+#define ROWS_AT_ONCE 6            /* 12 of 16 registers of 8 lanes hold the sums of this many rows and a tile, or half as many and two tiles */
+#define STEPS_AHEAD 4             /* of the weights, prefetched while the first rows are multiplied: the hardware prefetcher is too late */
 
 /* `count` rows from `first` on against `tiles` of the panel's two tiles, from `tile` on. */
 static inline __attribute__((always_inline)) void multiply_rows(const struct block *b, int first, const int count, int tile,
@@ -160,7 +160,7 @@ static inline __attribute__((always_inline)) void multiply_rows(const struct blo
         for (int i = 0; i < tiles * PARTS; i++) v_store(to + r * PANEL + i * LANES, sums[r][i]);
 }
 
-/* Both tiles together where registers hold the sums, else one after the other. */
+/* Both tiles together if registers hold the sums, else one after the other. */
 static inline __attribute__((always_inline)) void multiply_few(const struct block *b, int first, const int count) {
     const int tiles = LANES == 16 || count <= ROWS_AT_ONCE / 2 ? 2 : 1;
     for (int tile = 0; tile < 2; tile += tiles) multiply_rows(b, first, count, tile, tiles);
@@ -182,21 +182,21 @@ static void multiply(const struct block *b) {
 
 static int min_int(int a, int b) { return a < b ? a : b; }
 
-/* Floats of so small integers have nothing in their lower halves. */
+/* Floats of such small integers have zero lower halves. */
 static void codes_to_bf16(const int8_t *codes, int count, bf16 *out) {
     for (int i = 0; i < count; i += PANEL)
         for (int c = 0; c < TILE_ROWS; c += LANES)
             v_store_pairs(out + i + 2 * c, (vu32)v_load_int8(codes + i + c) >> 16 | (vu32)v_load_int8(codes + i + TILE_ROWS + c));
 }
 
-/* `steps` steps of the weights from step `first` on, in bfloat16: where they lie, or made in `room`. */
+/* `steps` steps of the weights from step `first` on, in bfloat16: in place, or converted into `room`. */
 static const bf16 *steps_of(const struct matrix *w, int64_t first, int steps, bf16 *room) {
     if (!w->scale) return (const bf16 *)w->tiles + first * STEP_ELEMENTS;
     codes_to_bf16((const int8_t *)w->tiles + first * STEP_ELEMENTS, steps * STEP_ELEMENTS, room);
     return room;
 }
 
-/* Rows that one panel after the other is multiplied with. */
+/* The rows by which one panel after the other is multiplied. */
 static int rows_at_once(const struct matrix *w) {
     int most = MAX_BLOCKS * ROW_BLOCK;
 #if WIDE_FLOATS

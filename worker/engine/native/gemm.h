@@ -20,13 +20,13 @@
 #ifdef __AVX512F__
 #define ROW_BLOCK 32  /* rows that are multiplied together: two tiles of the tile unit */
 #else
-#define ROW_BLOCK 48  /* a multiple of the six rows whose sums fit the registers, too */
+#define ROW_BLOCK 48  /* also a multiple of the six rows whose sums fit the registers */
 #endif
 #define TILE_ELEMENTS (TILE_ROWS * PANEL)
 
 /* Packed weights. Mirrored by `MatrixStruct` in library.py. */
 struct matrix {
-    const void *tiles;         /* bf16, or int8_t where there is a scale */
+    const void *tiles;         /* bf16, or int8_t if there is a scale */
     const float *bias, *scale; /* [n], or NULL */
     int32_t n, k;              /* both padded to multiples of 32 */
 };

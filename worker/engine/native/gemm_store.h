@@ -1,4 +1,4 @@
-/* What becomes of a product's sums. */
+/* Storing a product's sums. */
 #ifndef HEADRACE_GEMM_STORE_H
 #define HEADRACE_GEMM_STORE_H
 
@@ -45,7 +45,7 @@ static inline __attribute__((always_inline)) void store_row(const struct result 
     }
 }
 
-/* The last panel of a matrix whose outputs are no multiple of 32; only float32 results are ever that odd. */
+/* The last panel of a matrix whose number of outputs is not a multiple of 32; this only happens with float32 results. */
 static inline __attribute__((always_inline)) void store_part(const struct result *out, int row, int column, const vf32 *sums) {
     float panel[PANEL];
     for (int i = 0; i < VECTORS; i++) v_store(panel + i * LANES, sums[i]);

@@ -1,7 +1,7 @@
 #include "int8_cache.h"
 
 #define LARGEST_CODE 127
-#define SMALLEST_SCALE 1.17549435e-38f /* so that a row of zeros is divided by something */
+#define SMALLEST_SCALE 1.17549435e-38f /* so that a row of zeros is not divided by zero */
 #define ROUND_UP_TO_LANES(n) (((n) + LANES - 1) / LANES * LANES)
 
 static float *scales_of(int8_t *group, int dim) { return (float *)(group + GROUP * dim); }

@@ -1,4 +1,4 @@
-/* The likely tokens of rows of logits: the few that nearly all draws are decided among. */
+/* The likely tokens of rows of logits: the few among which nearly all draws are decided. */
 #ifndef HEADRACE_LIKELY_TOKENS_H
 #define HEADRACE_LIKELY_TOKENS_H
 
@@ -10,7 +10,7 @@ struct likely_tokens {
     const float *top, *temperature, *floor; /* [num_rows]; top: each row's largest logit, finite */
     int64_t *count;                         /* [num_rows]: tokens with logits >= floor */
     double *tail;                           /* [num_rows]: sum of the weights exp((logit - top) / temperature) of all others */
-    const int64_t *begin;                   /* [num_rows]: where in the following a row's tokens are listed, in order */
+    const int64_t *begin;                   /* [num_rows]: where a row's tokens are listed, in order, in the following arrays */
     int64_t *tokens;
     float *values, *weights;                /* their logits and weights */
     int32_t num_rows, vocab;

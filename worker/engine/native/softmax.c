@@ -12,7 +12,7 @@ static vf32 hide(float *s, int j, int lo, int hi) {
     return x;
 }
 
-/* Largest score of a row, and what it does not see hidden. */
+/* Largest score of a row; hides what the row does not see. */
 static float row_max(float *s, int lo, int hi) {
     if (lo >= hi) return -INFINITY;
     int last = (hi - 1) / LANES * LANES, j = lo / LANES * LANES;

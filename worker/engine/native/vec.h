@@ -57,7 +57,7 @@ static inline int v_any(vi32 mask) {
 #endif
 }
 
-/* The larger of a and b; where b is NaN, NaN. */
+/* The larger of a and b; NaN if b is NaN. */
 static inline vf32 v_max(vf32 a, vf32 b) {
 #ifdef __AVX512F__
     return (vf32)_mm512_max_ps((__m512)a, (__m512)b);
@@ -66,7 +66,7 @@ static inline vf32 v_max(vf32 a, vf32 b) {
 #endif
 }
 
-/* v, held in a register from here on: GCC otherwise reads memory anew for each use, and moves other work in between. */
+/* v, held in a register from here on: GCC otherwise reads memory again for each use, and moves other work in between. */
 static inline vf32 v_hold(vf32 v) {
 #if LANES == 8
     __asm__("" : "+x"(v));
@@ -145,7 +145,7 @@ static inline vf32 v_odd_of(vu32 pairs) {
 #endif
 }
 
-/* GCC takes conversions of bytes apart into scalars where it is not told the instruction. */
+/* GCC splits conversions of bytes into scalars unless it is told the instruction. */
 static inline vf32 v_load_int8(const int8_t *p) {
 #ifdef __AVX512F__
     return (vf32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- A worker's heartbeat. Allowed when memory is full: it overwrites what is there, and a worker without one would be taken for dead.
--- The names of the workers are beside it, so that nobody has to search the keys; those that have died are taken out.
+-- A worker's heartbeat. Allowed when memory is full: it overwrites the old one, and a worker without one would be taken for dead.
+-- The names of the workers are kept beside it, so that no reader has to scan the keys; those of dead workers are removed.
 -- KEYS: the worker's hash, the workers' names
 -- ARGV: the worker's name, TTL in ms, then fields and values
 -- Returns: 'OK'

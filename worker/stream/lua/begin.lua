@@ -27,7 +27,7 @@ elseif where ~= 'own' then
   return answer('lost')
 end
 
--- The same id put on the queue twice: the entry that came first stands.
+-- The same id was put on the queue twice: the first entry stands.
 local first = redis.call('HMGET', state, 'entry', 'tier')
 if first[1] and (first[1] ~= entry or first[2] ~= tier) then
   local there = redis.pcall('XRANGE', first[2] == tier and stream or other_stream, first[1], first[1])

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Take over entries that have been idle for too long. The delivery count stays as it is: what counts is that a request is begun.
+-- Take over entries that have been idle for too long. The delivery count does not change: it counts when a request is begun.
 -- KEYS: the tier's stream
--- ARGV: group, consumer, least idle time in ms, where to go on in the pending list, at most how many
--- Returns: where to go on next time ('0-0': all of it was seen), and the entries
+-- ARGV: group, consumer, least idle time in ms, where to continue in the pending list, at most how many
+-- Returns: where to continue next time ('0-0': the list was read to its end), and the entries
 local stream = unpack(KEYS)
 local group, consumer, min_idle_ms, cursor, count = unpack(ARGV)
 

@@ -1,8 +1,8 @@
--- Shared by the worker's scripts; the loader puts it under each one's first line.
+-- Shared by the worker's scripts; the loader inserts it after each one's first line.
 
 local FINAL = { done = true, failed = true, cancelled = true }
 
--- Our keys hold what we put there: one of another type is in the way of every reply, so it is removed.
+-- Our keys hold only what we put there: a key of another type would block every reply, so it is removed.
 local function claim_key(key, kind)
   local found = redis.call('TYPE', key).ok
   if found ~= kind and found ~= 'none' then
@@ -27,8 +27,8 @@ local function progress(reply)
   return published, ended
 end
 
--- Who has an entry: 'own' (this consumer, with the delivery count), 'lost' (another has it, or the group
--- will deliver it again), or 'gone' (entry and pending record were deleted: nobody else will be given it).
+-- The holder of an entry: 'own' (this consumer, with the delivery count), 'lost' (another has it, or the group
+-- will deliver it again), or 'gone' (entry and pending record were deleted: no other worker will get it).
 local function holder(stream, group, consumer, entry)
   local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if not pending.err and pending[1] then
@@ -44,7 +44,7 @@ local function holder(stream, group, consumer, entry)
   return 'gone', 0
 end
 
--- The fence before every write for a request: 'settled' where it has its final reply, else as `holder`;
+-- The fence before every write for a request: 'settled' if it has its final reply, else as `holder`;
 -- then the number of output tokens published and the delivery count.
 local function standing(stream, group, consumer, entry, reply, state)
   claim_key(reply, 'stream')

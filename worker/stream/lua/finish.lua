@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Reply and ack: the one place where a request ends. Also answers where entry and group were deleted under the worker,
--- since then nobody else can.
+-- Reply and ack: the only place where a request ends. Also answers if entry and group were deleted meanwhile,
+-- since then no other worker can.
 -- KEYS: the tier's stream, reply, state, dead letters
 -- ARGV: group, consumer, entry, tier, attempt, encoding,
 --       frame type, body, status, code, reply TTL in ms, state TTL in ms,
---       last tokens' frame: first token, first token after it, body (all '' where nobody streams),
---       dead letter's message or '', prompt tokens, completion tokens (both '' where it did not succeed),
+--       last tokens' frame: first token, first token after it, body (all '' if it is not streamed),
+--       dead letter's message or '', prompt tokens, completion tokens (both '' if it did not succeed),
 --       when the first token came or ''
--- Returns: 'written', 'settled', 'lost' or 'behind'; the number of tokens that stand published
+-- Returns: 'written', 'settled', 'lost' or 'behind'; the number of tokens now published
 local stream, reply, state, dead = unpack(KEYS)
 local group, consumer, entry, tier, attempt, encoding = unpack(ARGV, 1, 6)
 local frame_type, body, status, code, reply_ttl_ms, state_ttl_ms = unpack(ARGV, 7, 12)

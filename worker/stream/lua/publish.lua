@@ -1,11 +1,11 @@
 #!lua
--- Publish token frames of many requests. A frame is added only where it continues what stands published, so a call that is
+-- Publish token frames of many requests. A frame is added only if it continues what is published, so a call that is
 -- sent twice, or after the server lost its last writes, leaves neither repeat nor gap.
 -- KEYS: both tiers' streams, then for each frame: reply, state
 -- ARGV: group, consumer, TTL in ms,
 --       then for each frame: tier's index, entry, attempt, first token, first token after it, encoding, body,
 --       when the first token came or ''
--- Returns for each frame: the number of tokens that stand published now, -1 (lost) or -2 (settled)
+-- Returns for each frame: the number of tokens now published, -1 (lost) or -2 (settled)
 local streams = { KEYS[1], KEYS[2] }
 local group, consumer, ttl_ms = unpack(ARGV, 1, 3)
 

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Read new entries without waiting, as XREADGROUP does, but for the delivery count: what counts is that a request is begun.
+-- Read new entries without waiting, like XREADGROUP but without counting a delivery: it counts when a request is begun.
 -- KEYS: streams
 -- ARGV: group, consumer, at most how many of each
--- Returns: what XREADGROUP does, and an empty list where there is nothing
+-- Returns: what XREADGROUP does, and an empty list if there is nothing
 local streams = KEYS
 local group, consumer, count = unpack(ARGV)
 

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Remove a dead worker's consumers, each only where it has nothing pending (removing it would drop that).
+-- Remove a dead worker's consumers, each only if it has nothing pending (removing it would drop that).
 -- KEYS: the worker's heartbeat, then the tiers' streams
 -- ARGV: group, consumer
 -- Returns: how many were removed

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Hand entries back: idle since ever, so that the next claim takes them at once, and the other workers, or one of them, are told
+-- Hand entries back, marked as idle long enough for the next claim to take them at once, and tell the other workers, or one of them,
 -- to claim now.
 -- KEYS: both tiers' streams, control, then each entry's state
--- ARGV: group, consumer, length to keep the control stream at, the worker to be told or '' for all,
+-- ARGV: group, consumer, length to which the control stream is trimmed, the worker to be told or '' for all,
 --       then for each entry: tier's index, entry, delivery count to leave it with ('less': one less than it has, '': what it has)
 -- Returns: how many were handed back
 local streams, control = { KEYS[1], KEYS[2] }, KEYS[3]

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Renew leases. The delivery count is set, not raised: being renewed, or claimed twice by one worker, is no attempt.
+-- Renew leases. The delivery count is set, not raised: being renewed, or claimed twice by one worker, is not an attempt.
 -- KEYS: the tiers' streams
 -- ARGV: group, consumer,
 --       then for each entry: tier's index, entry, delivery count or '' to leave it
--- Returns for each entry: 1, or 0 where it is lost
+-- Returns for each entry: 1, or 0 if it is lost
 local streams = KEYS
 local group, consumer = unpack(ARGV, 1, 2)
 
