@@ -38,7 +38,7 @@ class Client(ClientCore):
         """Run one request and return its result.
 
         A request whose caller times out or is interrupted (Ctrl-C) is cancelled, unless its id was known and another call put it.
-        If that fails, it ends by itself soon after, because the timeout is also its deadline unless ``deadline_s`` gives one.
+        If cancelling fails, it ends by itself soon after, because the timeout is also its deadline unless ``deadline_s`` gives one.
 
         Args:
             timeout: seconds in all, including trouble with Redis; None waits as long as it takes.

@@ -120,11 +120,11 @@ class Backoff:
 
 
 class Outage:
-    """Trouble with Redis as those who share it know it: it begins when the first of them meets it, and ends when the last is through.
+    """Redis trouble, shared by several users of it: it begins when the first of them meets it, and ends when the last is through.
 
     Args:
-        on_begin: called with the error that was met first.
-        on_end: called with the length in seconds.
+        on_begin: called with the first error.
+        on_end: called with the duration in seconds.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Outage:
         self._since_s = 0.0
 
     def enter(self, error: BaseException, who: object = None) -> None:
-        """``who`` met ``error``; None stands for all who need not be told apart, since what one of them sees goes for all."""
+        """``who`` met ``error``; None stands for all users that need not be distinguished, because one's experience holds for all."""
         with self._lock:
             if not self._afflicted:
                 self._since_s = self._clock()
@@ -147,7 +147,7 @@ class Outage:
 
     def leave(self, who: object = None) -> None:
         """``who`` is through, or was not in trouble."""
-        if who not in self._afflicted:  # as nearly always: no lock
+        if who not in self._afflicted:  # the usual case, without the lock
             return
         with self._lock:
             if who in self._afflicted:

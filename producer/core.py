@@ -104,7 +104,7 @@ class ClientCore:
     def _answer_call(self, wanted: Wanted, patience: Patience, traced: Traced) -> Call[Result]:
         """A request whose caller gives up, times out or is interrupted is cancelled before the error is raised.
 
-        A request that another call put is not: its caller may have more time.
+        A request that another call put is not cancelled: its caller may have more time.
         """
         ticket = None
         try:
@@ -149,7 +149,7 @@ class HandleCore(Generic[C]):
 
     @property
     def is_new(self) -> bool:
-        """Whether the call that returned this handle put the request; False where its id was known already."""
+        """Whether the call that returned this handle put the request; False if its id was known already."""
         return self._ticket.is_new
 
     def __repr__(self) -> str:

@@ -25,13 +25,13 @@ DEADLINE_S = 60.0
 
 
 def await_true(condition: Callable[[], object], what: str) -> None:
-    """`eventually`, with the patience that processes which start and import need."""
+    """`eventually`, with the patience needed for processes that start and import."""
     eventually(condition, what, DEADLINE_S)
 
 
 @contextmanager
 def bulk_worker(server: Server, *options: str, headrace: Sequence[str] = HEADRACE) -> Iterator[subprocess.Popen[bytes]]:
-    """A bulk worker in a process group of its own; whatever is left of it is killed."""
+    """A bulk worker in its own process group; what is left of it is killed."""
     command = [*headrace, "bulk", "worker", "--redis", server.url, "--lease", "2", *options]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
     try:
@@ -49,7 +49,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """The worker and its work horse at once, as a lost machine takes them."""
+    """Kill the worker and its work horse at once, as when a machine is lost."""
     for pid in descendants(process.pid) if process.poll() is None else ():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""TLS for the tests: who can serve it, and certificates for it."""
+"""TLS for the tests: which server can serve it, and certificates for it."""
 
 from __future__ import annotations
 

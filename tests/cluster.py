@@ -112,7 +112,7 @@ class Cluster:
         self._clients.append(client)
 
     def _tls(self) -> dict[str, str]:
-        """Settings of the next node, whose plain port remains for the tests' own looks."""
+        """Settings of the next node, whose plain port remains for the tests' own checks."""
         if self._certificates is None:
             return {}
         self._tls_ports.append(free_port())

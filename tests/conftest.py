@@ -17,7 +17,7 @@ from tests.servers import KINDS, Server, binary
 
 
 def pytest_configure() -> None:
-    """A run that was started in the background ignores SIGINT, and so would every process that a test starts and interrupts."""
+    """A run started in the background ignores SIGINT, and so would every process that a test starts and interrupts."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
@@ -45,7 +45,7 @@ def any_server(server_kind: str) -> Iterator[Server]:
 
 @pytest.fixture
 def queue() -> str:
-    """A queue name that nobody else uses."""
+    """A queue name that no other test uses."""
     return f"q-{uuid.uuid4().hex[:12]}"
 
 

@@ -43,7 +43,7 @@ FAIL_SECOND = "!second"  # of several outputs the second one's row fails, at its
 
 
 def next_token(prompt_token_ids: Sequence[int], position: int, index: int = 0) -> int:
-    """What the model says at ``position`` of output ``index``: a function of these and the prompt alone."""
+    """The model's token at ``position`` of output ``index``: a function of only these and the prompt."""
     digest = hashlib.blake2b(f"{list(prompt_token_ids)}:{position + MAX_MODEL_LEN * index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) % VOCABULARY
 
@@ -70,7 +70,7 @@ class FakeDelta:
 
 
 class FakeDetokenizer:
-    """Text a token; holds back nothing, so a stop string must not span tokens."""
+    """One piece of text per token; holds nothing back, so a stop string must not span tokens."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._stops = params.stop
@@ -87,7 +87,7 @@ class FakeDetokenizer:
 
 
 class FakeInputs:
-    """The seed of a request is the place of its output among those that share its prompt."""
+    """A request's seed is the index of its output among those that share its prompt."""
 
     def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
         prompt = list((wire_request.prompt or "").encode()) or list(wire_request.prompt_token_ids or ())
@@ -110,7 +110,7 @@ class FakeInputs:
 
 
 class FakeEngine:
-    """One token a step for every running request. The score of a text is its length, negative; its embedding its bytes' shares."""
+    """One token per step for every running request. A text's score is its negative length; its embedding, its bytes' shares."""
 
     device_name = "cpu"
     dtype_name = "float32"
@@ -218,7 +218,7 @@ class FakeEngine:
 
 
 def _prompt_of(request: Request) -> str:
-    """Empty where it is made of token ids."""
+    """Empty if it is made of token ids."""
     return bytes(request.prompt_token_ids).decode(errors="replace") if max(request.prompt_token_ids) < 256 else ""
 
 
@@ -228,7 +228,7 @@ def _fails(request: Request, position: int) -> bool:
 
 
 def _told(request: Request) -> StepOutput:
-    """What a score or an embedding comes to."""
+    """The result of a score or an embedding."""
     text = request.prompt_token_ids[request.score_start :]
     if request.kind == "score":
         return StepOutput(request, 0, [], finish_reason="stop", score=-float(len(text)))

@@ -1,4 +1,4 @@
-"""Greedy generation by transformers and by the engine's scheduler and runner, and what it means that they agree."""
+"""Greedy generation by transformers and by the engine's scheduler and runner, and the comparison of the two."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NEAR_TIE = 1e-4  # gap between the two greatest logits, in float32, below which 
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers' ``generate`` says for a prompt: tokens, and by how much each one was the likeliest."""
+    """The result of transformers' ``generate`` for a prompt: tokens, and by how much each was the likeliest."""
 
     token_ids: list[int]
     gaps: list[float]
 
     def agreement(self, token_ids: Sequence[int]) -> int:
-        """How many tokens agree. A difference is allowed at a near tie alone, and ends the comparison: what follows it differs."""
+        """How many tokens agree. A difference is allowed only at a near tie, and ends the comparison: everything after it differs."""
         for i, (token, expected, gap) in enumerate(zip(token_ids, self.token_ids, self.gaps, strict=True)):
             if token != expected:
                 assert gap < NEAR_TIE, f"token {i} is {token}, not {expected}, which was ahead by {gap:.3g}"
@@ -60,7 +60,7 @@ def greedy_request(index: int, prompt: Sequence[int], max_tokens: int, tier: Tie
 
 
 class Loop:
-    """The engine without its surroundings: a runner, a scheduler, and a step after the other.
+    """The core of the engine: a runner, a scheduler, and one step after the other.
 
     With ``rng``, requests arrive at random steps, and chunks are cut at random.
     """

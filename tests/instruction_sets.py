@@ -30,7 +30,7 @@ INSTRUCTION_SETS = ("native", *_OPTIONS)
 
 @functools.cache
 def kernels_for(instruction_set: str) -> ctypes.CDLL:
-    """The kernels for one of `INSTRUCTION_SETS`, built once a run. Skips the test where there can be none."""
+    """The kernels for one of `INSTRUCTION_SETS`, built once per run. Skips the test if they cannot be built."""
     lib = kernels()
     if lib is None:
         pytest.skip("no C compiler")

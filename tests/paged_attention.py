@@ -1,4 +1,4 @@
-"""Random steps over a paged cache, and attention in float64 by the definition, for the tests of every attention backend."""
+"""Random steps over a paged cache, and attention in float64 by its definition, for the tests of every attention backend."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _sequence_attention(query: Tensor, key: Tensor, value: Tensor, case: Case, o
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected; NaN where ``out`` has one."""
+    """Norm of the difference divided by the norm of the expected values; NaN if ``out`` has one."""
     return float((out.double() - expected).norm() / expected.norm())
 
 

@@ -33,7 +33,7 @@ class Taken:
     sent: int = 0
 
     def tokens(self, *texts: str) -> None:
-        """Publish a frame a text; each text is one token, whose id is its position."""
+        """Publish one frame per text; each text is one token, whose id is its position."""
         for text in texts:
             chunk = Chunk(text=text, token_ids=[self.sent], index=self.sent)
             self.sent += 1
@@ -66,7 +66,7 @@ Script = Callable[[Taken], None]
 
 
 def echo(taken: Taken) -> None:
-    """Answer with the prompt itself, a character a token."""
+    """Answer with the prompt itself, one character per token."""
     text = taken.request.prompt or ""
     if taken.request.stream:
         taken.tokens(*text)

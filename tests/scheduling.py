@@ -1,4 +1,4 @@
-"""A scheduler under a simulated model: what the KV cache would hold is followed slot by slot, and checked on every step."""
+"""A scheduler under a simulated model: the contents of the KV cache are tracked slot by slot, and checked on every step."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Server:
         return self.process.pid
 
     def client(self, **options: object) -> redis.Redis:
-        """A plain redis-py client of it, for the test's own looks; close it, or use it in a ``with``."""
+        """A plain redis-py client of it, for the test's own checks; close it, or use it in a ``with``."""
         return redis.Redis(host="127.0.0.1", port=self.port, protocol=2, **options)  # type: ignore[arg-type]  # passed through
 
     def num_refusals(self, code: str) -> int:
@@ -110,7 +110,7 @@ class Server:
         return said["count"]
 
     def start(self) -> Server:
-        """Start the process and wait until it serves; raises `RuntimeError` with its log where it does not."""
+        """Start the process and wait until it serves; raises `RuntimeError` with its log if it does not."""
         assert self.process is None, "already started"
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(self._command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder)
@@ -187,7 +187,7 @@ class Server:
         raise RuntimeError(f"{self.kind} did not start:\n{(self.folder / 'log').read_text(errors='replace')[-2000:]}")
 
     def _answers(self) -> bool:
-        """Whether it serves; one that asks for a password does, too."""
+        """Whether it serves; one that asks for a password does too."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 connection.sendall(b"PING\r\n")

@@ -1,4 +1,4 @@
-"""An engine around a tiny random model and a tokenizer of single bytes: real parts, milliseconds a step."""
+"""An engine around a tiny random model and a tokenizer of single bytes: real parts, milliseconds per step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loaded_model() -> LoadedModel:
 
 @cache
 def raising_model() -> LoadedModel:
-    """As `loaded_model`, but `RAISING` counts as a token of it."""
+    """As `loaded_model`, but with `RAISING` as one of its tokens."""
     return replace(loaded_model(), vocab_size=RAISING + 1)
 
 

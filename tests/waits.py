@@ -1,4 +1,4 @@
-"""Sees to it that nothing waits for the device: on CUDA torch says what does; on the CPU it is told by its operations."""
+"""Checks that nothing waits for the device: on CUDA torch reports waits; on the CPU they are recognised by their operations."""
 
 from __future__ import annotations
 

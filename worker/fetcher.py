@@ -1,4 +1,4 @@
-"""Which requests a worker takes next: those that are its own already, those that nobody has any more, then new ones."""
+"""Fetches a worker's next requests: first those that it owns already, then those without an owner, then new ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Fetcher:
         self._reread = True
 
     def fetch(self, wanted: Mapping[Tier, int], *, patient: bool) -> Sequence[Entry]:
-        """At most ``wanted`` of each tier, and all that belong to this worker already.
+        """Return at most ``wanted`` entries of each tier, and all that belong to this worker already.
 
         Args:
             patient: wait up to `BLOCK_MS` for something new.
@@ -60,7 +60,7 @@ class Fetcher:
         return claimed + (self._consumer.read(left, BLOCK_MS) if patient else self._consumer.read_now(left))
 
     def recover(self, error: Exception) -> None:
-        """Redis was in trouble: what was on its way may be lost, and so may the group."""
+        """Redis was in trouble: replies on their way may be lost, and so may the group."""
         self._reread = True
         self._claiming.clear()
         # Leases ran on meanwhile: living workers renew theirs first.

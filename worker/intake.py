@@ -133,7 +133,7 @@ class Intake:
         if not self._loop.ready or self._loop.stalled:
             self._stopping.wait(WAIT_S)
             return False
-        self._begin_fetched()  # both are empty, unless Redis was in trouble
+        self._begin_fetched()  # both are empty unless Redis was in trouble
         self._begin_due()
         self._answer_askers()
         if self._suspects.run_next(self._starter.begin_due):
@@ -160,7 +160,7 @@ class Intake:
         return room
 
     def _fetch(self, room: dict[Tier, int]) -> int | None:
-        """Fetch for the engine's ``room`` and ahead of it; returns how many came, or None if now is no time to ask."""
+        """Fetch for the engine's ``room`` and ahead of it; returns how many came, or None if this is not the time to ask."""
         wanted = {tier: self._ahead.wanted(tier, room[tier]) for tier in TIERS}
         patient = all(room.values()) and not len(self._ahead)
         if not any(wanted.values()) or (not patient and time.monotonic() < self._poll_at_s):

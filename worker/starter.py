@@ -1,4 +1,4 @@
-"""What becomes of a delivery, as the ledger says: dropped, answered, held, or prepared and given to the engine."""
+"""Handles deliveries by the ledger's verdict: they are dropped, answered, held, or prepared and given to the engine."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Starter:
     """Begins requests; used by one thread.
 
     Args:
-        ahead: gets those that are to wait for their turn.
-        suspects: gets those that are to run alone.
+        ahead: gets those that have to wait for their turn.
+        suspects: gets those that have to run alone.
     """
 
     def __init__(self, context: WorkerContext, publisher: Publisher, ledger: Ledger, ahead: WaitingAhead, suspects: Suspects) -> None:
@@ -59,7 +59,7 @@ class Starter:
             self._obey(active, said, published, now_s)
 
     def begin_due(self, batch: Sequence[ActiveRequest]) -> None:
-        """`begin` those that were held, and whose turn has come."""
+        """`begin` requests that were held and whose turn has come."""
         self.begin(batch, self._ledger.begin_held)
 
     def _obey(self, active: ActiveRequest, begun: Begun, chunks: list[Chunk], now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Requests that two workers did not survive: each is run alone, so that a third crash names the culprit."""
+"""Requests in whose attempts two workers died: each is run alone, so that a third crash names the culprit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ WAIT_S = 0.1
 
 
 class Suspects:
-    """Those that this worker holds, in the order they came; used by one thread."""
+    """The suspects that this worker holds, in order of arrival; used by one thread."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._waiting: list[ActiveRequest] = []
-        self._alone: ActiveRequest | None = None  # is run now
+        self._alone: ActiveRequest | None = None  # runs now
 
     def add(self, active: ActiveRequest) -> None:
         self._waiting.append(active)
 
     def run_next(self, begin: Callable[[Sequence[ActiveRequest]], None]) -> bool:
-        """Handle them: ``begin`` the next one once nothing else runs, or wait a while.
+        """Call ``begin`` on the next one if nothing else runs, or wait a while.
 
         Returns:
             False if there are none, so that anything may be fetched.

@@ -209,7 +209,9 @@ class _Run:
     def _failed(self, asked: _Asked, error: HeadraceError, many: bool) -> int:
         if isinstance(error, WaitTimeout):
             self._cancel({asked.request_id} & self._in_flight.keys())
-            error = WaitTimeout(f"no final reply within {self._timeout_s:g} s", request_id=asked.request_id)  # of which some had passed
+            error = WaitTimeout(
+                f"no final reply within {self._timeout_s:g} s", request_id=asked.request_id
+            )  # including the time before this wait
         self._printer.error(error, asked.request_id)
         if not many or isinstance(error, RedisUnavailable):
             self._in_flight.pop(asked.request_id, None)
@@ -227,7 +229,7 @@ class _Run:
                     return
                 self._asked.put(self._submit(number, prompt, request_id))
             self._asked.put(None)
-        except BaseException as error:  # raised again where the command is
+        except BaseException as error:  # raised again by the command
             self._asked.put(error)
 
     def _submit(self, number: int, prompt: str, given_id: str | None) -> _Asked:

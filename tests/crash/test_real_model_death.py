@@ -1,4 +1,4 @@
-"""A crash with the real model: what was generated is kept, and what follows is what an undisturbed run says."""
+"""A crash with the real model: what was generated is kept, and the rest equals an undisturbed run."""
 
 from __future__ import annotations
 

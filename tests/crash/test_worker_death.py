@@ -1,4 +1,4 @@
-"""Workers that die, stop or hang, as real processes under real signals: every request is answered once, and goes on where it was."""
+"""Workers that die, stop or hang, as real processes under real signals: every request is answered once, and continues where it was."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scene:
             yield worker
 
     def said(self, worker: WorkerProcess) -> dict[str, str]:
-        """A worker's heartbeat; empty where it has none."""
+        """A worker's heartbeat; empty if it has none."""
         return next((said for said in self.view.workers().values() if said.get("pid") == str(worker.pid)), {})
 
     def submit(self, count: int, max_tokens: int, **options: object) -> dict[str, Handle]:

@@ -1,4 +1,4 @@
-"""The engine's loop that runs ahead, without its surroundings."""
+"""The core of the engine with asynchronous scheduling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.engine.run_ahead import PendingStep
 
 
 class AheadLoop(Loop):
-    """As `Loop`, but each step is launched before the tokens of the one before are read."""
+    """As `Loop`, but each step is launched before the tokens of the previous one are read."""
 
     def __init__(self, loaded: LoadedModel, **settings: Any) -> None:
         super().__init__(loaded, run_ahead=True, **settings)

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: ``pytest tests/gpu``. Without one, those alone run whose logic can be tried on the CPU."""
+"""Tests that need a CUDA device: ``pytest tests/gpu``. Without one, only those run whose logic can be tried on the CPU."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
-    """Of a test whose logic is tried on the CPU, too."""
+    """The device of a test whose logic is also tried on the CPU."""
     return str(request.param)
 
 
 @pytest.fixture
 def free_bytes() -> int:
-    """Memory of the device that nobody uses."""
+    """Unused memory of the device."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     return free

@@ -80,7 +80,7 @@ def test_a_cache_of_more_elements_than_an_int32_counts(free_bytes: int) -> None:
 
 
 def test_a_captured_launch_serves_other_lengths() -> None:
-    """What a decode graph does: the same launches, with lengths, tables and slots changed in place."""
+    """As a decode graph does: the same launches, with lengths, tables and slots changed in place."""
     steps = [
         make_step(Case(query_lens=(1,) * 4, seq_lens=lengths, num_heads=8, seed=seed), torch.bfloat16, "cuda")
         for seed, lengths in enumerate([(5000, 4000, 20, 9), (7, 300, 5100, 1)])

@@ -46,7 +46,7 @@ PARAMETERS = [pytest.param(name, marks=[] if name in WITHOUT_HOST else pytest.ma
 
 @dataclass(frozen=True)
 class Model:
-    """A model on the device, and what transformers makes of some prompts with it on the CPU, in float32."""
+    """A model on the device, and transformers' output for some prompts with it on the CPU, in float32."""
 
     own: Any
     loaded: LoadedModel

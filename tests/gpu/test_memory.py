@@ -1,4 +1,4 @@
-"""What lies around the steps on a device: captures that fail, memory that is measured, copies that nobody waits for, threads."""
+"""What surrounds the steps on a device: captures that fail, memory that is measured, copies that nothing waits for, threads."""
 
 from __future__ import annotations
 

@@ -36,5 +36,5 @@ def pair(any_server: Server, queue: str) -> Iterator[LedgerPair]:
 
 @pytest.fixture
 def view(raw: redis.Redis, queue: str) -> QueueView:
-    """What the group has of the test's own queue."""
+    """The group's view of the test's own queue."""
     return QueueView(raw, queue)

@@ -1,4 +1,4 @@
-"""What callers get when Redis is in trouble: their answer once it is over, or a typed error within their timeout."""
+"""What callers get when Redis is in trouble: their answer when it is over, or a typed error within their timeout."""
 
 from __future__ import annotations
 

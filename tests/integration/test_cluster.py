@@ -30,14 +30,14 @@ from tests.workers import QueueView, WorkerProcess, eventually, worker_thread
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Shared by the tests that leave its slots where they are."""
+    """Shared by the tests that do not move its slots."""
     with Cluster() as running:
         yield running
 
 
 @pytest.fixture(params=range(PRIMARIES))
 def node(request: pytest.FixtureRequest) -> int:
-    """Each primary in turn; clients are told of the first alone."""
+    """Each primary in turn; clients know only the first."""
     return int(request.param)
 
 

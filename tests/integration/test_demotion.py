@@ -1,4 +1,4 @@
-"""A master that becomes a replica behind one address: what is connected to it stays connected, and nobody may stay."""
+"""A master that becomes a replica behind one address: its connections stay open, and no client may stay on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on a real model, in process, without Redis: what the README and a notebook would do."""
+"""The engine on a real model, in process, without Redis, as in a notebook."""
 
 from __future__ import annotations
 

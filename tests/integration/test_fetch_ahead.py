@@ -1,4 +1,4 @@
-"""Requests that wait with a worker, beyond what its engine has room for: who is next, and who else may have them."""
+"""Requests that wait with a worker beyond its engine's room: which is next, and which other worker may have them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trace(tmp_path: Path) -> Trace:
 
 @pytest.fixture
 def serve(server: Server, queue: str, trace: Trace) -> Serve:
-    """Starts a worker of four slots that holds up to 1,000 requests a tier."""
+    """Starts a worker of four slots that holds up to 1,000 requests per tier."""
 
     @contextmanager
     def run(**config: Any) -> Iterator[Worker]:
@@ -176,7 +176,7 @@ def test_request_to_share_is_answered_with_the_latest_and_only_by_whom_it_names(
 
 
 def hand_back_and_claim(raw: redis.Redis, view: QueueView, held: list[str]) -> None:
-    """The holder gives the latter half to a worker that does not come for it, and takes it back."""
+    """The holder gives the latter half to a worker that does not fetch it, and takes it back."""
 
     def num_handed_back() -> int:
         return sum(pending["time_since_delivered"] > 3_600_000 for pending in view.pending())

@@ -22,7 +22,7 @@ class Clock:
 
 
 class Worker:
-    """The parts of a worker that the pages look at, to be put in any state."""
+    """The parts of a worker that the pages read, to be put in any state."""
 
     def __init__(self) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""Load tests of a queue whose worker has the fake engine: they pass where all is well, and say so where it is not."""
+"""Load tests of a queue whose worker has the fake engine: they pass if all is well, and say so if it is not."""
 
 from __future__ import annotations
 

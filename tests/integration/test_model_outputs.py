@@ -22,7 +22,7 @@ CONTINUATIONS = [" Paris", " Berlin, the capital of Germany", " banana"]
 
 @cache
 def own_model() -> tuple[Any, Any]:
-    """The tokenizer and the model as transformers alone runs them."""
+    """The tokenizer and the model as run by transformers alone."""
     path = local_model_path("demo")
     return AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(
         path, dtype="float32", attn_implementation="eager"

@@ -102,7 +102,7 @@ def test_unloadable_model_leaves_the_old_one_serving(worker: WorkerProcess, clie
 
 
 def test_model_that_is_refused_at_a_look_disturbs_nobody(server: Server, queue: str, client: Client, view: QueueView) -> None:
-    """What runs goes on, and nothing is loaded: the cache stays with who serves."""
+    """Running requests continue, and nothing is loaded: the cache stays with the engine that serves."""
     loaded: list[str] = []
 
     def load(model: str) -> FakeEngine:
@@ -256,7 +256,7 @@ def test_a_real_model_takes_the_place_of_another(
 def test_the_engine_that_serves_lends_its_cache_to_the_one_that_is_loaded(
     server: Server, queue: str, client: Client, headrace: Headrace, view: QueueView
 ) -> None:
-    """It has it again where that fails, and is gone where not; the same requests get the same answers."""
+    """The old engine has the cache again if loading fails, and is gone otherwise; the same requests get the same answers."""
     engines: list[weakref.ref[Engine]] = []
     blocks_beside: list[list[int]] = []
 

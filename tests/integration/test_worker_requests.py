@@ -144,7 +144,7 @@ def test_running_request_is_cancelled_within_two_steps(server: Server, queue: st
     step = threading.Event()
 
     class Stepwise(FakeEngine):
-        """Steps only when told, once a request runs."""
+        """Once a request runs, steps only when told to."""
 
         steps = 0
 

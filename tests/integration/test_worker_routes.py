@@ -55,7 +55,7 @@ def test_no_worker_takes_more_than_it_has_room_for(server: Server, queue: str, r
 
 
 def above_zero(metrics: WorkerMetrics, tier: Tier) -> set[str]:
-    """The series of a tier that say something."""
+    """The series of a tier that are not empty."""
     families: list[Metric] = list(metrics.registry.collect())
     samples = [sample for family in families for sample in family.samples]
     return {sample.name for sample in samples if sample.labels.get("tier") == tier and sample.value > 0}

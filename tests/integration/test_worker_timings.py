@@ -1,4 +1,4 @@
-"""What is said of where a request's time went: by its result, its state and the worker's histograms."""
+"""Where a request's time went, by its result, its state and the worker's histograms."""
 
 from __future__ import annotations
 

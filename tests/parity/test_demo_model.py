@@ -67,7 +67,7 @@ def test_int8_weights_and_cache_still_know_the_capital_of_france() -> None:
 
 
 def test_so_does_a_cpu_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its instructions emulated where this one lacks them."""
+    """Its instructions are emulated if this CPU lacks them."""
     lib = kernels_for("amx")
     monkeypatch.setattr("worker.engine.fused.decoder.kernels", lambda: lib)
     engine = Engine.load("demo", dtype="bfloat16", num_blocks=32, max_model_len=256)

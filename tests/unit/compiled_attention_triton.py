@@ -48,7 +48,7 @@ class NamedCard:
 
 
 def compile_only(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What launches compile from now on instead of running, for one card."""
+    """From now on launches compile for one card instead of running; returns what they compile."""
     kernels: list[Any] = []
     run = JITFunction.run
 

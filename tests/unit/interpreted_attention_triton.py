@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_the_grid_of_decodes_does_not_depend_on_the_lengths() -> None:
-    """A captured launch is replayed for other lengths: here, the same launch with lengths changed on the device alone."""
+    """A captured launch is replayed for other lengths: here, the same launch with lengths changed only on the device."""
     long = make_step(Case(query_lens=(1, 1), seq_lens=(900, 1200)))
     short = make_step(Case(query_lens=(1, 1), seq_lens=(20, 400)))
     captured = replace(short, meta=replace(short.meta, max_seq_len=long.meta.max_seq_len))  # what a capture assumes

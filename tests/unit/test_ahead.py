@@ -40,7 +40,7 @@ def take(ahead: WaitingAhead, realtime: int = 0, batch: int = 0) -> list[ActiveR
 
 
 def generate(request: ActiveRequest, num_tokens: int) -> None:
-    """The engine has it, and made so many tokens of it."""
+    """The engine has it, and has generated so many tokens for it."""
     request.outputs = Outputs("x", [make_request(4, 8)], lambda item: FakeDetokenizer(item.params))
     request.outputs.first.push(list(range(num_tokens)), None, finished=True)
 

@@ -26,7 +26,7 @@ if importlib.util.find_spec("triton") is None:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of test files in a process of its own, and where it writes."""
+    """A run of test files in its own process, and where it writes."""
 
     process: subprocess.Popen[bytes]
     output: Path

@@ -59,7 +59,7 @@ def alone(requests: Sequence[Request]) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    """What each of `wild_requests` writes when it is alone."""
+    """The output of each of `wild_requests` when it is alone."""
     return alone(wild_requests())
 
 

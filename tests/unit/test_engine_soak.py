@@ -1,4 +1,4 @@
-"""Everything at once on a tiny model: arrivals, tiers, preemption, aborts, failures. Whoever survives writes what it would alone."""
+"""Everything at once on a tiny model: arrivals, tiers, preemption, aborts, failures. Each survivor generates what it would alone."""
 
 from __future__ import annotations
 

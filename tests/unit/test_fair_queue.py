@@ -53,7 +53,7 @@ class Use(RuleBasedStateMachine):
 
     @rule()
     def look(self) -> None:
-        """Not after every step, for a look tidies up."""
+        """Not after every step, because checking tidies up."""
         first = self.queue.peek()
         assert (first is None) == (not self.waiting)
         if first is not None:

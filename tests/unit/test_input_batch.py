@@ -66,7 +66,7 @@ def test_a_chunk_over_the_end_of_the_prompt_takes_the_output_that_was_resumed() 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_lives_of_requests(seed: int) -> None:
-    """More requests than there are rows; blocks grow, and are replaced where a request was thrown out and came back."""
+    """More requests than there are rows; blocks grow, and are replaced if a request was preempted and came back."""
     rng = random.Random(seed)
     inputs = batch()
     requests = [request(str(i), 20, []) for i in range(12)]

@@ -1,4 +1,4 @@
-"""Long prompts with a beginning in common: computed once, whoever comes when."""
+"""Long prompts with a common beginning: computed once, in whatever order they come."""
 
 from __future__ import annotations
 

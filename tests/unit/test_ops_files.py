@@ -1,4 +1,4 @@
-"""What cannot run here is at least parsed, checked by its own tools where they are installed, and held against the code."""
+"""What cannot run here is at least parsed, checked by its own tools if they are installed, and compared with the code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def found(name: str) -> str | None:
 
 
 def tool(name: str, *command: str) -> None:
-    """Run a checker over files of ours, where it is installed."""
+    """Run a checker over our files, if it is installed."""
     path = found(name)
     if path is None:
         pytest.skip(f"no {name} on this machine")
@@ -71,7 +71,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Every PromQL expression in `ops`, with where it stands."""
+    """Every PromQL expression in `ops`, with the name of its place."""
     for group in one("ops/prometheus/alerts.yml")["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]

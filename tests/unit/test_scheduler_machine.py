@@ -84,7 +84,7 @@ class World:
         assert self.sim.step().chunks or not self.sim.scheduler.has_work(), "work, but no progress"
 
     def check_room(self, tier: Tier) -> None:
-        """At most what fills the slots and the few that may wait; at least one where nobody is there."""
+        """At most what fills the slots and the few that may wait; at least one if no request is there."""
         num_there = sum(request.tier == tier for request in self.sim.live)
         room = self.sim.scheduler.room(tier)
         assert 0 <= room <= max(0, self.sim.config.max_batch_size + ALLOWANCE - num_there)

@@ -1,4 +1,4 @@
-"""Batch work beside realtime: held to what a step may take, as learnt from the steps before; never starved, never unfair."""
+"""Batch work beside realtime: bounded by a step's time, as learnt from earlier steps; never starved, never unfair."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def simulation(config: EngineConfig = CONFIG, base_s: float = BASE_S, token_s: f
 
 
 def steps(sim: Simulation, count: int) -> list[int]:
-    """The tokens of so many steps."""
+    """The tokens of this many steps."""
     return [sim.step().num_tokens for _ in range(count)]
 
 

@@ -80,7 +80,7 @@ def test_what_cannot_be_read_is_explained(option: str, value: str, message: str,
 
 
 def failure(*args: str) -> str:
-    """What a worker that does not start says."""
+    """The message of a worker that does not start."""
     done = subprocess.run([sys.executable, "-m", "worker.cli", "worker", *args], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

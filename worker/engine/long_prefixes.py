@@ -1,4 +1,4 @@
-"""Requests that share a long beginning: one computes it, the others wait for its blocks."""
+"""Requests that share a long prefix: one computes it, the others wait for its blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Key = tuple[Tier, str, bytes]
 
 
 class LongPrefixes:
-    """Stands before the scheduler, and holds a request back while another computes a long beginning of its prompt.
+    """Holds a request back from the scheduler while another one computes a long beginning of its prompt.
 
-    Short prompts the scheduler computes one after the other, and finds in its cache what the one before has computed. Long ones take
-    turns, so those that share a beginning would each compute it. A request waits only for one of its own tier and source that does not
-    end later: fairness and deadlines would have put it behind that one.
+    The scheduler computes short prompts one after the other, and each finds in the cache what the previous one has computed. Long
+    prompts take turns, so those that share a beginning would each compute it. A request waits only for one of its own tier and source
+    with no later deadline: fairness and deadlines would have put it behind that one anyway.
 
-    Those that are held are in the status WAITING, but not yet in the scheduler.
+    Those that are held have the status WAITING, but are not yet in the scheduler.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -29,10 +29,10 @@ class LongPrefixes:
         self._length = LONG_PREFILL_STEPS * config.max_batch_tokens
         self._is_on = config.enable_prefix_caching and config.policy == "continuous"
         self._leaders: dict[Key, Request] = {}
-        self._held: dict[Request, list[tuple[int, Request]]] = {}  # by leader: the tokens they share with it, and they
+        self._held: dict[Request, list[tuple[int, Request]]] = {}  # by leader: (number of tokens shared with it, request)
 
     def add(self, request: Request) -> None:
-        """Let a request begin, or wait for its leader. Raises `ContextLengthExceeded` where it can never fit."""
+        """Let a request begin, or wait for its leader. Raises `ContextLengthExceeded` if it can never fit."""
         if not self._is_on or request.max_cached_tokens <= self._length:
             self._scheduler.add(request)
             return
@@ -48,7 +48,7 @@ class LongPrefixes:
             self._scheduler.add(request)
 
     def release(self) -> None:
-        """Let those begin whose leader has computed what they share. To be called before each step."""
+        """Let the requests begin whose leader has computed the shared part. To be called before each step."""
         for key, leader in list(self._leaders.items()):
             waiting = self._held.pop(leader, [])
             still = [held for held in waiting if held[0] > leader.num_computed_tokens]
@@ -61,7 +61,7 @@ class LongPrefixes:
                 del self._leaders[key]
 
     def finish(self, request: Request) -> None:
-        """End a request, wherever it is. Where it led others the first of them leads from now on."""
+        """End a request, wherever it is. If it led others, the first of them now leads."""
         if self._discard(request):
             request.move_to(RequestStatus.FINISHED)
             return
@@ -92,7 +92,7 @@ def _deadline_s(request: Request) -> float:
 
 
 def _num_shared(leader: Request, request: Request) -> int:
-    """Leading tokens of both prompts, of those that the request may find in the cache."""
+    """Number of leading tokens that both prompts share and that the request may find in the cache."""
     ours, theirs = request.prompt_token_ids, leader.prompt_token_ids
     most = min(len(ours), len(theirs) - 1, request.max_cached_tokens)
     return bisect_left(range(most), True, key=lambda i: ours[: i + 1] != theirs[: i + 1])

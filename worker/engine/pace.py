@@ -116,7 +116,7 @@ class Pace:
         return max(math.ceil(self._floor * self._max_tokens(num_decodes)), 1)
 
     def take_turns(self, decodes: list[ScheduledChunk], count: int) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
-        """Those whose turn it is, at most ``count`` (> 0), and those who sit this step out: each goes on as often as any other."""
+        """The decodes whose turn it is, at most ``count`` (> 0), and those that sit this step out: all get equally many turns."""
         if len(decodes) <= count:
             return decodes, []
         decodes = sorted(decodes, key=_number)

@@ -14,9 +14,10 @@ MAX_ORDERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order: ``cancel`` or ``stream`` a request, ``claim`` what ``worker`` has handed back (``recipient``, or all where that is ''),
-    ``share`` what waits (``worker``, with ``recipient``), ``reload`` with ``model`` (``worker``, or all where that is ''). ``id`` is the
-    entry's.
+    """One order. ``id`` is the entry's.
+
+    ``cancel`` or ``stream`` a request; ``claim`` what ``worker`` has handed back (for ``recipient``, or all workers if that is '');
+    ``share`` waiting requests of ``worker`` with ``recipient``; ``reload`` with ``model`` (``worker``, or all if that is '').
     """
 
     op: str

@@ -60,11 +60,11 @@ class Delivery:
     An entry without a usable id is answered under the entry's own id, which its XADD returned.
 
     Attributes:
-        attempt: which delivery this is, from 1; 0 until the ledger has seen it.
-        count: what the group's delivery count has to be while it is held: ``attempt``, and one less while it only waits
-            for its turn, so that a crash which it cannot have caused is not held against it; None until the ledger has seen it.
-        started_ms, first_token_ms: Redis time; when a worker first began it, and when its first token came, be it in an earlier
-            attempt whose output stands published. None before.
+        attempt: which attempt this is, from 1; 0 until the ledger has seen it.
+        count: the group's delivery count while it is held: ``attempt``, or one less while it only waits
+            for its turn, so that a crash that it cannot have caused does not count against it; None until the ledger has seen it.
+        started_ms, first_token_ms: Redis time; when a worker first began it, and when its first token came, possibly in an earlier
+            attempt whose output is published. None before.
     """
 
     entry: Entry
@@ -89,7 +89,7 @@ class Delivery:
 
     @property
     def count_before(self) -> int | Literal["", "less"]:
-        """What the group's delivery count was before this delivery; '' where it is that still, ``less`` where it is one less than now."""
+        """The group's delivery count before this delivery: '' if it has not changed, ``less`` if it was one less than now."""
         if self.attempt:
             return self.attempt - 1
         return "less" if self.entry.counted else ""
@@ -111,11 +111,11 @@ class Delivery:
         return TokensFrame(self, chunk.index, chunk.index + len(chunk.token_ids), body)
 
     def success(self, result: Result, tail: TokensFrame | None = None) -> Settlement:
-        """It succeeded."""
+        """The settlement of a success."""
         return Settlement(self, "final", encode_body(encode_result(result), self.encoding), "done", tail=tail, usage=result.usage)
 
     def failure(self, error: HeadraceError) -> Settlement:
-        """It failed, or was cancelled; one that was given up goes to the dead letters."""
+        """The settlement of a failure or cancellation; a request that was given up also becomes a dead letter."""
         body = encode_body(encode_error(error), self.encoding)
         status: Status = "cancelled" if isinstance(error, Cancelled) else "failed"
         return Settlement(self, "error", body, status, error.code, dead_letter=error.message if isinstance(error, Poisoned) else "")

@@ -113,18 +113,18 @@ class Ledger:
         return self._ask(deliveries, "run")
 
     def hold(self, deliveries: Sequence[Delivery]) -> list[Begun]:
-        """Ask whether each of ``deliveries``, which were just given, is to wait for its turn; sets ``attempt`` and ``count``."""
+        """Ask whether each of ``deliveries``, which were just given, has to wait for its turn; sets ``attempt`` and ``count``."""
         return self._ask(deliveries, "hold")
 
     def begin_held(self, deliveries: Sequence[Delivery]) -> list[Begun]:
-        """Ask the same of those whose turn has come, suspects as well; from now on their attempts count."""
+        """Ask the same for those whose turn has come, including suspects; from now on their attempts count."""
         return self._ask(deliveries, "due")
 
     def _ask(self, deliveries: Sequence[Delivery], purpose: Purpose) -> list[Begun]:
-        """Only what is to be run is an attempt.
+        """Only a request that will be run counts as an attempt.
 
-        A repeated call says the same, even if a renewal has written the lower count meanwhile: the reads that count a delivery are
-        those of a first attempt, which is never less than 1.
+        A repeated call gives the same answer, even if a renewal has written the lower count meanwhile: the reads that count a delivery
+        are those of a first attempt, which is never less than 1.
         """
         replies = self._timed(run, [self._begin(delivery, purpose) for delivery in deliveries])
         begun = []
@@ -173,7 +173,7 @@ class Ledger:
         return True
 
     def write_counts(self, deliveries: Sequence[Delivery]) -> None:
-        """Take back, of those of ``deliveries`` that are no attempt yet, that the read which brought them has counted them."""
+        """Correct the delivery counts of those that are no attempt yet, but were counted by the read that brought them."""
         self.renew([delivery for delivery in deliveries if delivery.entry.counted and delivery.count != delivery.attempt])
 
     def renew(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
@@ -190,7 +190,7 @@ class Ledger:
 
         Args:
             crashed: this counts as an attempt of those that were running.
-            to: the one worker to be told; '' tells all.
+            to: the one worker to tell; '' tells all.
         """
         return sum(self._release(page, crashed, to) for page in _pages(deliveries))
 

@@ -1,4 +1,4 @@
-"""What bulk jobs make of their lines, worked off by real rq workers and answered by a scripted responder."""
+"""What bulk jobs make of their lines, run by real rq workers and answered by a scripted responder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancelled bulk jobs: what they had on the queue is cancelled, and nothing else begins."""
+"""Cancelled bulk jobs: their requests on the queue are cancelled, and no others begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``headrace bulk``, jobs for later, and what rq's own tools make of bulk jobs."""
+"""``headrace bulk``, jobs for later, and rq's own tools on bulk jobs."""
 
 from __future__ import annotations
 

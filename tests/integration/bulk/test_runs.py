@@ -16,7 +16,7 @@ from tests.servers import Server
 
 
 def assert_done_in_one_run(connection: redis.Redis, *, succeeded: int) -> None:
-    """The job has ended, and what stands as its result is that of the run that did all of it."""
+    """The job has ended, and its result is that of the run that did all of it."""
     ended = bulk_jobs.fetch(connection, "job")
     assert ended.is_finished
     assert (ended.return_value()["succeeded"], ended.return_value()["resumed"]) == (succeeded, 0)
