@@ -23,7 +23,7 @@ demo: $(READY)  ## Embedded Valkey, a worker, a real model and blocking callers;
 test: $(READY)  ## Run the tests (each starts the servers it needs)
 	$(BIN)/pytest
 
-test-gpu:  ## Run the tests that need a CUDA device, by the Python that has torch for it (PYTHON=...); needs no network
+test-gpu:  ## Run the tests that need a CUDA device, with the Python that has torch for it (PYTHON=...); needs no network
 	$(PYTHON) -m pytest tests/gpu
 
 lint: $(READY)  ## ruff, formatting, mypy
@@ -31,7 +31,7 @@ lint: $(READY)  ## ruff, formatting, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## Put the code into its format
+format: $(READY)  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

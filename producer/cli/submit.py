@@ -209,9 +209,7 @@ class _Run:
     def _failed(self, asked: _Asked, error: HeadraceError, many: bool) -> int:
         if isinstance(error, WaitTimeout):
             self._cancel({asked.request_id} & self._in_flight.keys())
-            error = WaitTimeout(
-                f"no final reply within {self._timeout_s:g} s", request_id=asked.request_id
-            )  # including the time before this wait
+            error = WaitTimeout(f"no final reply within {self._timeout_s:g} s", request_id=asked.request_id)  # this wait was shorter
         self._printer.error(error, asked.request_id)
         if not many or isinstance(error, RedisUnavailable):
             self._in_flight.pop(asked.request_id, None)
