@@ -133,4 +133,4 @@ class Reloader:
 
     def _fail(self, model: str, reason: str, **blocks: int) -> None:
         self._error = reason
-        log.error("model could not be loaded, the old one goes on serving", model=model, error=reason, **blocks)
+        log.error("model could not be loaded, the old one continues to serve", model=model, error=reason, **blocks)

@@ -67,7 +67,7 @@ def serve(
     _check_known(options)
     configure_logging(log_level, log_format)
     if unknown_variables:
-        log.warning("variables of the environment that no option reads", names=unknown_variables)
+        log.warning("environment variables that no option reads", names=unknown_variables)
     config = WorkerConfig(**_fields_of(WorkerConfig, options))
     engine_config = EngineConfig(**_fields_of(EngineConfig, options))
     metrics = WorkerMetrics(config.name, metrics_sources)

@@ -200,7 +200,7 @@ class BulkWorker(Worker):
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
         """An interrupted run is not a fault, and gets no traceback."""
         if exc_info[0] is Interrupted:
-            self.log.info("Worker %s: job %s interrupted, it goes on with the next worker", self.name, job.id)
+            self.log.info("Worker %s: job %s interrupted, it continues with the next worker", self.name, job.id)
         else:
             super().handle_exception(job, *exc_info)
 

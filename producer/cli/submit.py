@@ -91,7 +91,7 @@ def _stdin_lines() -> Iterator[str]:
     Read without Python's buffering: a thread that waits in a buffered read would block the interpreter's exit.
     """
     if sys.stdin.isatty():
-        raise click.UsageError("give a PROMPT, or prompts on stdin, one a line")
+        raise click.UsageError("give a PROMPT, or prompts on stdin, one per line")
     rest = b""
     while data := os.read(0, _READ_BYTES):
         *lines, rest = (rest + data).split(b"\n")
