@@ -95,7 +95,7 @@ class Step:
 
 
 def make_step(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", spare_blocks: int = 3) -> Step:
-    """A random step. The blocks of the sequences lie scattered among ``spare_blocks`` more."""
+    """A random step. The blocks of the sequences are scattered among ``spare_blocks`` more."""
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:

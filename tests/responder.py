@@ -137,7 +137,7 @@ class Responder:
 
 
 class Held:
-    """A script that holds each request until the test says how to go on."""
+    """A script that holds each request until the test says how to continue."""
 
     def __init__(self) -> None:
         self._taken: list[Taken] = []

@@ -20,7 +20,7 @@ from worker.engine.request import Request
 from worker.engine.step import StepOutput
 
 EOS = 256
-RAISING = VOCAB_SIZE + 5  # a token that makes a step of `raising_model` raise, for it has no embedding
+RAISING = VOCAB_SIZE + 5  # a token that makes a step of `raising_model` raise, because it has no embedding
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 

@@ -229,7 +229,9 @@ class WorkerMetrics:
         self._resumes = make.counter("resumes", "Requests continued from the tokens of an earlier attempt.")
         self._saved = make.counter("resume_tokens_saved", "Tokens of earlier attempts that were not generated again.")
         self._round_trip = make.distribution(
-            "redis_round_trip_seconds", "Round trips of the ledger's scripts: begin, publish, finish, renew, hand back.", ROUND_TRIP_SECONDS
+            "redis_round_trip_seconds",
+            "Round trips of the ledger's scripts: begin, publish, finish, renew, hand back, reap.",
+            ROUND_TRIP_SECONDS,
         )
 
     def serving(self, model: str, device: str, dtype: str) -> None:

@@ -176,7 +176,7 @@ def test_a_launch_does_not_wait_for_the_device(device: str) -> None:
         with nothing_waits(device):
             return launch(plan, behind)
 
-    ahead.launch = watched  # type: ignore[method-assign]  # watched where it is called
+    ahead.launch = watched  # type: ignore[method-assign]  # watched at its call
     for _ in range(10):
         loop.step()
 

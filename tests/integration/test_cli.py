@@ -317,7 +317,7 @@ def test_lag_that_redis_does_not_know_is_made_up_for(shell: Shell, client: Clien
     client.redis.xgroup_create(keys.stream("realtime"), GROUP, id="0")
     client.redis.xreadgroup(GROUP, "w1", {keys.stream("realtime"): ">"}, count=1)
     undelivered: Any = client.redis.xrange(keys.stream("realtime"), count=2)
-    client.redis.xdel(keys.stream("realtime"), undelivered[1][0])  # what nobody should do
+    client.redis.xdel(keys.stream("realtime"), undelivered[1][0])  # which no one should do
     tier = json.loads(shell("status", "--json").stdout)["tiers"][0]
     assert (tier["queued"], tier["running"]) == (1, 1)
 

@@ -108,7 +108,7 @@ def test_data_lost_under_the_worker(make: Callable[..., Scene], server_kind: str
     else:
         scene.admin.xgroup_destroy(stream, GROUP)
     scene.assert_answered()
-    if loss != "XGROUP DESTROY":  # then the entries are given out anew, and go on from their checkpoints
+    if loss != "XGROUP DESTROY":  # then the entries are delivered again, and continue from their checkpoints
         assert scene.generated_twice() == 0
 
 

@@ -30,7 +30,7 @@ class Case:
     expected: list[Expected]
 
     def check(self, loop: Loop, tier: Tier = "realtime", neighbours: Sequence[Request] = ()) -> None:
-        """Run the prompts, with others; all their output agrees but for what follows a rare near tie."""
+        """Run the prompts, with others; all their output agrees, except after a rare near tie."""
         requests = [greedy_request(i, prompt, MAX_TOKENS, tier) for i, prompt in enumerate(self.prompts)]
         loop.run([*neighbours, *requests])
         agreed = sum(e.agreement(r.output_token_ids) for e, r in zip(self.expected, requests, strict=True))

@@ -67,7 +67,7 @@ def test_golden_body_survives_the_typed_form(item: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("encoding", "told"), [("json", "\ud800"), ("msgpack", r"\ud800")])
 def test_error_that_repeats_a_lone_surrogate_can_be_told(encoding: Encoding, told: str) -> None:
-    """Whoever names a caller's own key in a message: the reply is written all the same, and read."""
+    """Even if the message names the caller's own key, the reply is written and read."""
     error = InvalidRequest("unknown parameter: \ud800", field="\ud800")
     frame = codec.decode_frame(as_bytes(dict(codec.encode_frame(Frame("error", codec.encode_error(error)), encoding))))
     again = codec.decode_error(frame)
@@ -177,7 +177,7 @@ def test_any_result_survives_the_wire(result: Result, encoding: Encoding) -> Non
 
 
 def decode(entry: dict[bytes, bytes]) -> None:
-    """Decode what may be invalid; nothing but a refusal that names the field may come out."""
+    """Decode what may be invalid; the only error allowed is a refusal that names the field."""
     refused: InvalidRequest | None = None
     try:
         codec.decode_request(entry, "realtime")

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 class Again:
-    """A recording that does the work again and puts the result where the first one lies."""
+    """A recording that repeats the work and writes the result to the same memory."""
 
     def __init__(self, work: Work, result: tuple[Tensor, ...]) -> None:
         self._work = work

@@ -22,7 +22,7 @@ def test_attention_that_the_device_does_not_have_is_refused(attention: Attention
 
 
 def choice(monkeypatch: pytest.MonkeyPatch, attention: Attention) -> KernelChoice:
-    """As on a CUDA device, of kernels that nobody calls."""
+    """As on a CUDA device, for kernels that are never called."""
 
     def kernels(*_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError

@@ -33,7 +33,7 @@ def num_computed(engine: Engine) -> int:
 
 
 def asking(count: int, prompt: Sequence[int] = DOCUMENT, **fields: object) -> list[Request]:
-    """Requests with a prompt in common but for its last token."""
+    """Requests whose prompts differ only in the last token."""
     return [request(f"r{i}", [*prompt, i], 3, **fields) for i in range(count)]
 
 

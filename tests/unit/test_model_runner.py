@@ -191,7 +191,7 @@ def test_two_runners_may_be_made_and_run_in_two_threads(architecture: str) -> No
 def test_bfloat16_that_turned_out_slow_is_warned_of(
     own: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, instructions: bool, warns: bool
 ) -> None:
-    """As where a model of an architecture that our kernels run has a size that they do not."""
+    """As if a model's architecture is one that our kernels run, but one of its sizes is not."""
     monkeypatch.setattr("worker.engine.kernels.computes_bfloat16", lambda _: instructions)
     loaded = prepare_model(copy.deepcopy(own).to(torch.bfloat16), None, "tiny")
     with structlog.testing.capture_logs() as log:

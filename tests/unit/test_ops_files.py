@@ -264,7 +264,7 @@ def test_systemd_waits_for_the_drain_and_does_not_wait_for_a_notification_that_n
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = (OPS / "systemd/headrace-worker@.service").read_text()
     installed = tmp_path / "headrace-worker@.service"
-    installed.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", unit))  # headrace is not installed where it will be
+    installed.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", unit))  # headrace is not installed at its final path
     tool("systemd-analyze", "verify", str(installed))
 
 

@@ -1,4 +1,4 @@
-"""A step is launched before the tokens of the one before it are read, and nobody can tell. On the CPU: the order of things is the same."""
+"""Asynchronous scheduling: a step is launched before the previous one's tokens are read, with the same results. On the CPU."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Ledger:
     Args:
         reply_ttl_s: lifetime of a reply after its final frame.
         state_ttl_s: lifetime of a finished request's state, and of a reply that no worker continues.
-        on_round_trip: called with the duration in seconds of each round trip that begins, publishes, answers, renews or hands back.
+        on_round_trip: called with the duration in seconds of each round trip to begin, publish, answer, renew, hand back or reap.
     """
 
     def __init__(

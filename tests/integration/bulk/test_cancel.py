@@ -80,7 +80,7 @@ def test_cancelling_a_job_that_does_not_run_cancels_what_it_left_on_the_queue(
 def test_cancelling_a_job_whose_input_is_gone_cancels_what_it_left_on_the_queue(
     own_server: Server, connection: redis.Redis, tmp_path: Path
 ) -> None:
-    """By their numbers, some of which are blank lines', of which nobody is to hear."""
+    """By their numbers; some are of blank lines, which are not to be reported."""
 
     def some(taken: Taken) -> None:
         held.append(taken) if taken.request.prompt != "p0" else echo(taken)
