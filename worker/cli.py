@@ -131,7 +131,7 @@ _worker_options = _options(
     _setting(_WORKER, "--checkpoint-tokens", help="Tokens that a crash may cost a request that is not streamed."),
     _setting(_WORKER, "--checkpoint-seconds", "checkpoint_s", help="Seconds that a crash may cost such a request."),
     _setting(_WORKER, "--fetch-ahead", type=click.IntRange(0, MAX_FETCH_AHEAD), help="Requests per tier to hold beyond what fits."),
-    _setting(_WORKER, "--max-attempts", help="Attempts after which a request is given up as POISONED."),
+    _setting(_WORKER, "--max-attempts", help="Attempts without new tokens until POISONED; 1 or 2: nothing is run alone first."),
     click.option("--route", "routes", multiple=True, type=RouteType(), help=f"Tier by labels: TIER:LABEL=PATTERN[,...]; {REPEATABLE}."),
     _setting(_WORKER, "--reply-ttl", "reply_ttl_s", help="Seconds that a final reply can be read."),
     _setting(_WORKER, "--state-ttl", "state_ttl_s", help="Seconds that a finished request is known."),

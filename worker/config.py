@@ -31,7 +31,8 @@ class WorkerConfig:
         drain_s: how long the first SIGTERM lets running requests continue before the rest is handed back.
         checkpoint_tokens, checkpoint_s: how many tokens, and how much time, a crash may cost a request that is not streamed.
         fetch_ahead: requests of a tier that may wait here beyond what the engine has room for, so that fairness and deadlines order them.
-        max_attempts: attempts after which a request that kills its workers is given up; an attempt begins when the engine gets it.
+        max_attempts: attempts after which a request that kills its workers is given up; an attempt begins when the engine gets it,
+            and one that publishes tokens clears those before it.
         reply_ttl_s: how long a final reply can be read.
         state_ttl_s: how long a finished request is known.
         routes: rules that choose a request's tier by its labels; the first that matches wins.

@@ -36,7 +36,8 @@ class Intake:
     fetched, and they are given to the engine one at a time once it is empty.
 
     A request's delivery count rises only when it is given to the engine, so a crash counts against the requests that ran, never
-    against those that waited. After two crashes each request that was running is run alone, so only the culprit reaches ``max_attempts``.
+    against those that waited. After two crashes without new tokens in between, each request that was running is run alone, so only the
+    culprit reaches ``max_attempts``.
     """
 
     def __init__(self, context: WorkerContext, publisher: Publisher, consumer: Consumer, ledger: Ledger) -> None:

@@ -194,6 +194,20 @@ def test_wedged_worker_ends_and_hands_back_what_nobody_took(scene: Scene) -> Non
             assert_all_answered_once(scene, handles, 400)
 
 
+def test_long_generation_outlives_more_deaths_than_would_poison_it(scene: Scene) -> None:
+    """As on hosts that come and go: each death counts only until the next token stands published."""
+    handle = scene.client.submit("long", max_tokens=400, stream=True)
+    for _ in range(5):
+        published = len(scene.view.frames(handle.id))
+        with scene.running_worker("--step-ms", 10, lease_s=0.5) as victim:
+            eventually(lambda published=published: len(scene.view.frames(handle.id)) > published + 5, "under way")
+            victim.kill()
+    with scene.running_worker("--step-ms", 0, lease_s=0.5):
+        (result,) = assert_all_answered_once(scene, {"long": handle}, 400)
+    assert result.attempt == 6
+    assert_frames_have_no_seam(scene, handle)
+
+
 def test_engine_that_fails_for_good_hands_everything_back_and_exits_with_an_error(scene: Scene) -> None:
     with scene.running_worker("--step-ms", 10, lease_s=60) as failing:
         handles = scene.submit(6, 80, stream=True)

@@ -10,7 +10,7 @@ import pytest
 from producer import scripts
 from producer.codec import encode_body
 from producer.keys import GROUP
-from tests.ledgers import LedgerPair, begin
+from tests.ledgers import LedgerPair, begin, publish
 from worker.stream.consumer import Consumer, Entry
 from worker.stream.delivery import Delivery
 
@@ -62,6 +62,29 @@ def test_request_held_after_two_crashes_is_a_suspect_and_after_more_is_given_up(
     for name, verdict in (("two", "held"), ("one", "suspect"), ("two", "poisoned")):
         delivery = pair.stolen_by(name, delivery)
         assert pair.ledger(name).hold([delivery])[0].verdict == verdict
+
+
+def test_only_deaths_since_the_last_progress_count(pair: LedgerPair) -> None:
+    """A generation of hours on hosts that come and go dies often, and is no poison for that."""
+    delivery = pair.begun()
+    assert publish(pair.one, delivery, 0, 0) == 1
+    for attempt in range(2, 9):
+        delivery = pair.stolen_by("two", delivery)
+        assert (begin(pair.two, delivery).verdict, delivery.attempt) == ("run", attempt)
+        assert publish(pair.two, delivery, attempt - 1, attempt) == attempt
+    assert pair.view.state("x1")["progress_attempt"] == "8"
+    for attempt, verdict in enumerate(("run", "suspect", "poisoned"), start=9):
+        delivery = pair.stolen_by("one", delivery)
+        assert (begin(pair.one, delivery).verdict, delivery.attempt) == (verdict, attempt)
+        publish(pair.one, delivery, 0, 0)  # which stands there: no progress
+
+
+def test_progress_under_a_group_that_is_gone_forgives_no_death_under_the_new_one(pair: LedgerPair) -> None:
+    delivery = pair.begun()
+    pair.client.hset(pair.keys.state("x1"), "progress_attempt", 6)
+    for verdict in ("run", "suspect", "poisoned"):
+        delivery = pair.stolen_by("two", delivery)
+        assert begin(pair.two, delivery).verdict == verdict
 
 
 def test_crowd_is_renewed_and_handed_back_page_by_page(pair: LedgerPair) -> None:

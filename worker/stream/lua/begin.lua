@@ -2,7 +2,7 @@
 -- May this worker run the entry it was just given? Whoever is told to hold it asks again when its turn has come.
 -- KEYS: the tier's stream, reply, state, the other tier's stream
 -- ARGV: group, consumer, entry, tier, deadline in ms or '', encoding,
---       attempts after which it is given up, attempts from which it runs alone,
+--       attempts without new tokens after which it is given up, and from which it runs alone,
 --       what for: 'run' it, 'hold' it until its turn comes, or it is 'due', its turn having come,
 --       the attempt that it was told when it was held (read if due), 1 if the delivery count does not include this delivery, else 0,
 --       TTL in ms of a state that is made here
@@ -15,6 +15,11 @@ local max_attempts, alone_from, purpose, held_attempt, uncounted, state_ttl_ms =
 local where, published, count = standing(stream, group, consumer, entry, reply, state)
 local now = now_ms()
 local attempt = purpose == 'due' and tonumber(held_attempt) or math.max(1, count + tonumber(uncounted))
+-- Attempts since the last one that published tokens, including that one: deaths before it do not count any more.
+local function attempts_since_progress()
+  local progress = tonumber(redis.call('HGET', state, 'progress_attempt')) or 1
+  return progress <= attempt and attempt - progress + 1 or attempt  -- a group that was made again counts from 1
+end
 local function answer(verdict)
   local known = redis.call('HMGET', state, 'stream', 'enqueued_ms', 'started_ms', 'first_token_ms')
   local enqueued = tonumber(known[2]) or tonumber(string.match(entry, '^%d+'))
@@ -52,9 +57,9 @@ if order[2] and (tonumber(order[2]) or now) < now then
 end
 if purpose == 'due' then
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'RETRYCOUNT', attempt, 'JUSTID')
-elseif attempt > tonumber(max_attempts) then
+elseif attempts_since_progress() > tonumber(max_attempts) then
   return answer('poisoned')
-elseif attempt >= tonumber(alone_from) then
+elseif attempts_since_progress() >= tonumber(alone_from) then
   return answer('suspect')
 elseif purpose == 'hold' then
   redis.call('HSET', state, 'status', 'queued')

@@ -9,6 +9,12 @@
 local streams = { KEYS[1], KEYS[2] }
 local group, consumer, ttl_ms = unpack(ARGV, 1, 3)
 
+local function note(state, command, field, value)
+  if redis.call('EXISTS', state) == 1 then  -- one made here would never expire
+    redis.call(command, state, field, value)
+  end
+end
+
 local results = {}
 for i = 1, (#KEYS - 2) / 2 do
   local reply, state = unpack(KEYS, 1 + 2 * i, 2 + 2 * i)
@@ -21,8 +27,11 @@ for i = 1, (#KEYS - 2) / 2 do
     results[i] = -1
   else
     if published == tonumber(first) then
-      if published == 0 and first_token_ms ~= '' and redis.call('EXISTS', state) == 1 then  -- one made here would never expire
-        redis.call('HSETNX', state, 'first_token_ms', first_token_ms)
+      if published == 0 and first_token_ms ~= '' then
+        note(state, 'HSETNX', 'first_token_ms', first_token_ms)
+      end
+      if attempt ~= '1' then
+        note(state, 'HSET', 'progress_attempt', attempt)
       end
       published = tonumber(after)
       redis.call('XADD', reply, '*', 'type', 'tokens', 'attempt', attempt, 'tokens', published, encoding, body)
