@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from producer.errors import ContextLengthExceeded, InvalidRequest
+from producer.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from producer.keys import Tier
 from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest, TokenLogprob
@@ -39,6 +39,7 @@ WEDGE = "!wedge"  # its step never ends
 CRASH = "!crash"  # its step raises
 FAIL = "!fail"  # its row fails, alone
 UNLOADABLE = "unloadable"  # the name of a model that is not there
+FOREIGN = "foreign"  # the name of a model with a vocabulary of its own
 FAIL_SECOND = "!second"  # of several outputs the second one's row fails, at its fifth token
 
 
@@ -89,6 +90,9 @@ class FakeDetokenizer:
 class FakeInputs:
     """A request's seed is the index of its output among those that share its prompt."""
 
+    def __init__(self, vocabulary: str) -> None:
+        self.vocabulary = vocabulary
+
     def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
         prompt = list((wire_request.prompt or "").encode()) or list(wire_request.prompt_token_ids or ())
         if not prompt:
@@ -105,8 +109,10 @@ class FakeInputs:
             request.score_start = len(prompt)
         return requests
 
-    def check_resumable(self, token_ids: Sequence[int]) -> None:
+    def check_resumable(self, token_ids: Sequence[int], vocabulary: str | None) -> None:
         assert all(0 <= token_id < VOCABULARY for token_id in token_ids)
+        if token_ids and vocabulary not in (None, self.vocabulary):
+            raise ModelUnavailable("another model began it")
 
 
 class FakeEngine:
@@ -121,7 +127,7 @@ class FakeEngine:
             raise FileNotFoundError(f"no such model: {model}")
         self.model_name = model or "fake"
         self.config = EngineConfig(max_batch_size=max_batch_size)
-        self.inputs = FakeInputs()
+        self.inputs = FakeInputs(FOREIGN if model == FOREIGN else "common")
         self.kernels: dict[str, str | bool] = {}
         self.has_cache = True
         self.step_s = step_s

@@ -39,8 +39,13 @@ class InputProcessor(Protocol):
         """
         ...
 
-    def check_resumable(self, token_ids: Sequence[int]) -> None:
-        """Raises `ModelUnavailable` if the model cannot continue from such output."""
+    @property
+    def vocabulary(self) -> str:
+        """Identifies the tokenizer's vocabulary; equal if the same token ids stand for the same tokens."""
+        ...
+
+    def check_resumable(self, token_ids: Sequence[int], vocabulary: str | None) -> None:
+        """Raises `ModelUnavailable` if the model cannot continue from such output, whose ``vocabulary`` is None if not known."""
         ...
 
 

@@ -223,6 +223,7 @@ class Registry:
                 return False
             self._by_entry.pop((elder.delivery.tier, elder.delivery.entry.id), None)
             newcomer.delivery.started_ms, newcomer.delivery.first_token_ms = elder.delivery.started_ms, elder.delivery.first_token_ms
+            newcomer.delivery.vocabulary = elder.delivery.vocabulary
             elder.delivery = newcomer.delivery
             elder.streamed = elder.streamed or newcomer.streamed
             newcomer.gone = True

@@ -110,7 +110,8 @@ class Starter:
         if wire_request.params.n > engine.config.max_batch_size:
             raise invalid("n", f"at most {engine.config.max_batch_size}, this worker's batch")
         requests = engine.inputs.prepare_all(replace(wire_request, tier=active.tier))
-        engine.inputs.check_resumable([token for chunk in chunks for token in chunk.token_ids])
+        engine.inputs.check_resumable([token for chunk in chunks for token in chunk.token_ids], active.delivery.vocabulary)
+        active.delivery.vocabulary = engine.inputs.vocabulary
         outputs = Outputs(active.id, requests, engine.make_detokenizer)
         outputs.resume(chunks)
         self._label(active, wire_request, requests)

@@ -17,7 +17,7 @@ from producer.cli.group import main
 from producer.codec import decode_error, decode_frame, encode_chunk, encode_frame
 from producer.errors import ModelUnavailable
 from producer.wire import Chunk, Frame
-from tests.fakes import UNLOADABLE, FakeEngine, expected_tokens
+from tests.fakes import FOREIGN, UNLOADABLE, FakeEngine, expected_tokens
 from tests.servers import Server
 from tests.tiny_engine import byte_tokenizer, tiny_engine
 from tests.tiny_models import VOCAB_SIZE, tiny_model
@@ -301,6 +301,41 @@ def test_output_that_this_model_cannot_have_written_is_not_gone_on_from(
         assert (error.code, error.retryable) == ("MODEL_UNAVAILABLE", True)
         assert (error.partial_text, error.partial_token_ids) == ("so far", [5, token_id])
         assert len(client.submit_and_wait("a mill", max_tokens=3, ignore_eos=True, timeout=30).token_ids) == 3
+
+
+@pytest.mark.parametrize("noted", ["another's", "this model's", None])
+def test_output_of_another_vocabulary_is_not_gone_on_from(
+    server: Server, queue: str, client: Client, view: QueueView, noted: str | None
+) -> None:
+    """Its ids are all this model's, too, and would be read as other words. A state that does not tell is taken at its word."""
+    chunk = Chunk("so far", [5, 6], 0)
+    view.client.xadd(view.keys.reply("x1"), encode_frame(Frame("tokens", encode_chunk(chunk)), "json") | {"tokens": 2})
+    if noted is not None:
+        vocabulary = tiny_engine().inputs.vocabulary if noted == "this model's" else "0123456789abcdef"
+        view.client.hset(view.keys.state("x1"), "vocabulary", vocabulary)
+    view.client.xadd(view.keys.stream("realtime"), {"id": "x1", "json": '{"prompt":"a mill","max_tokens":8,"ignore_eos":true}'})
+    with worker_thread(server.url, queue, load=lambda _: tiny_engine()):
+        eventually(lambda: view.finals("x1") == 1, "answered")
+    if noted == "another's":
+        error = decode_error(decode_frame(view.frames("x1")[-1]))
+        assert (error.code, error.retryable) == ("MODEL_UNAVAILABLE", True)
+        assert (error.partial_text, error.partial_token_ids) == ("so far", [5, 6])
+    else:
+        assert client.get("x1").result(timeout=30).token_ids[:2] == [5, 6]
+
+
+def test_stream_handed_back_to_a_model_of_another_vocabulary_ends_with_what_it_had(server: Server, queue: str, client: Client) -> None:
+    with worker_thread(server.url, queue, load=lambda model: FakeEngine(model, step_s=0.005), drain_s=0.1) as worker:
+        begun, not_begun = client.submit("hello", max_tokens=90_000, stream=True), client.submit("several", max_tokens=90, n=2)
+        chunks = begun.stream(timeout=30)
+        texts = [next(chunks).text]
+        worker.request_reload(Reload(FOREIGN))
+        with pytest.raises(ModelUnavailable) as caught:
+            texts.extend(chunk.text for chunk in chunks)
+        tokens = caught.value.partial_token_ids
+        assert (tokens, caught.value.partial_text) == (expected_tokens("hello", len(tokens)), "".join(texts))
+        assert not_begun.result(timeout=30).model in ("fake", FOREIGN)
+        assert client.redis.hget(client.keys.state(begun.id), "vocabulary") == b"common"
 
 
 @pytest.mark.parametrize(("op", "stream"), [("reload", "control"), ("cancel", "admin"), ("stream", "admin")])

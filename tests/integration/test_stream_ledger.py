@@ -76,10 +76,23 @@ def test_state_keeps_when_it_was_first_begun_and_had_its_first_token(pair: Ledge
     assert (state["started_ms"], state["first_token_ms"]) == ("1000", "2000")
 
 
+def test_state_tells_whose_vocabulary_the_first_frame_is_of(pair: LedgerPair) -> None:
+    delivery = pair.begun()
+    assert delivery.vocabulary is None
+    delivery.vocabulary = "one's"
+    publish(pair.one, delivery, 0, 1)
+    later = pair.stolen_by("two", delivery)
+    begin(pair.two, later)
+    assert later.vocabulary == "one's"
+    later.vocabulary = "another's"
+    publish(pair.two, later, 1, 2)
+    assert pair.view.state("x1")["vocabulary"] == "one's"
+
+
 def test_publishing_makes_no_state_that_would_never_expire(pair: LedgerPair) -> None:
     delivery = pair.begun()
     pair.client.delete(pair.keys.state("x1"))
-    delivery.first_token_ms = 2000
+    delivery.first_token_ms, delivery.attempt, delivery.vocabulary = 2000, 2, "one's"
     assert publish(pair.one, delivery, 0, 1) == 1
     assert pair.view.state("x1") == {}
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from producer.errors import ContextLengthExceeded, InvalidRequest
+from producer.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from producer.sampling import SamplingParams
 from producer.wire import Choice, GenerateRequest, Usage
+from tests.tiny_engine import byte_tokenizer
 from worker.engine.inputs import InputProcessor, ModelLimits
 from worker.engine.model_loader import local_model_path
 from worker.engine.output_collector import OutputCollector
@@ -70,6 +71,21 @@ def test_messages_become_the_chat_templates_tokens(inputs: InputProcessor, token
 
 def test_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
     assert prepared(inputs, wanted(prompt_token_ids=[5, 2, 49151])).prompt_token_ids == [5, 2, 49151]
+
+
+def test_vocabularies_are_told_apart_by_what_their_ids_mean(inputs: InputProcessor, tokenizer: Any) -> None:
+    again = InputProcessor(AutoTokenizer.from_pretrained(local_model_path("demo")), LIMITS)
+    assert (again.vocabulary, len(again.vocabulary)) == (inputs.vocabulary, 32)
+    grown = deepcopy(tokenizer)
+    grown.add_tokens(["<one more>"])
+    others = [InputProcessor(other, LIMITS) for other in (grown, byte_tokenizer())]
+    assert len({other.vocabulary for other in (inputs, *others)}) == 3
+    for other in others:
+        other.check_resumable([], inputs.vocabulary)
+        other.check_resumable([1, 2], None)
+        other.check_resumable([1, 2], other.vocabulary)
+        with pytest.raises(ModelUnavailable, match="another vocabulary"):
+            other.check_resumable([1, 2], inputs.vocabulary)
 
 
 def with_template(tokenizer: Any, template: str | None) -> InputProcessor:

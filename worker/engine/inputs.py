@@ -6,9 +6,11 @@ Called by the thread that fetches requests, so nothing here holds the interprete
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -49,6 +51,9 @@ class InputProcessor:
         tokenizer: a fast tokenizer of transformers; its truncation and padding are turned off.
         limits: what the model allows.
         grammars: compiles a request's ``response_format``; None if structured output is not installed.
+
+    Attributes:
+        vocabulary: identifies the tokenizer's vocabulary; equal if the same token ids stand for the same tokens.
     """
 
     def __init__(self, tokenizer: Any, limits: ModelLimits, grammars: GrammarCompiler | None = None) -> None:
@@ -59,6 +64,7 @@ class InputProcessor:
         self._limits = limits
         self._grammars = grammars
         self._max_bytes_per_token = _max_bytes_per_token(tokenizer)
+        self.vocabulary = _fingerprint(self._backend.get_vocab())
 
     def prepare_all(self, wire_request: GenerateRequest) -> list[Request]:
         """All engine requests that a wire request becomes: one per output of ``n``, one per continuation, else one.
@@ -85,12 +91,17 @@ class InputProcessor:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise invalid(field, f"made of token ids below {vocab_size}, the model's vocabulary")
 
-    def check_resumable(self, token_ids: Sequence[int]) -> None:
+    def check_resumable(self, token_ids: Sequence[int], vocabulary: str | None) -> None:
         """Check what an earlier attempt generated, possibly with another model.
 
+        Args:
+            vocabulary: the one that the ids are of; None if that is not known.
+
         Raises:
-            ModelUnavailable: it has tokens that this model lacks.
+            ModelUnavailable: the ids are of another vocabulary, or beyond this model's.
         """
+        if token_ids and vocabulary not in (None, self.vocabulary):
+            raise ModelUnavailable("another model began it: the token ids of its output are of another vocabulary")
         if not all(0 <= token_id < self._limits.vocab_size for token_id in token_ids):
             raise ModelUnavailable(f"another model began it: its output has token ids beyond the {self._limits.vocab_size} of this one")
 
@@ -233,6 +244,12 @@ def _child_ids(request_id: str, count: int) -> list[str]:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _fingerprint(ids: Mapping[str, int]) -> str:
+    """128 bits of a hash of the tokens in the order of their ids."""
+    ordered = sorted(ids.items(), key=itemgetter(1))
+    return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()[:32]
 
 
 def _max_bytes_per_token(tokenizer: Any) -> float:

@@ -65,6 +65,7 @@ class Delivery:
             for its turn, so that a crash that it cannot have caused does not count against it; None until the ledger has seen it.
         started_ms, first_token_ms: Redis time; when a worker first began it, and when its first token came, possibly in an earlier
             attempt whose output is published. None before.
+        vocabulary: the one that its output's token ids are of; None before, and if it is not known of published ones.
     """
 
     entry: Entry
@@ -74,6 +75,7 @@ class Delivery:
     count: int | None = None
     started_ms: int | None = None
     first_token_ms: int | None = None
+    vocabulary: str | None = None
 
     def __post_init__(self) -> None:
         self.request_id = request_id_of(self.fields) or self.entry.id

@@ -128,9 +128,12 @@ class Ledger:
         """
         replies = self._timed(run, [self._begin(delivery, purpose) for delivery in deliveries])
         begun = []
-        for delivery, (verdict, attempt, now_ms, streamed, published, enqueued_ms, *firsts) in zip(deliveries, replies, strict=True):
+        for delivery, (verdict, attempt, now_ms, streamed, published, enqueued_ms, *firsts, vocabulary) in zip(
+            deliveries, replies, strict=True
+        ):
             said = Begun(cast("Verdict", verdict.decode()), now_ms, bool(streamed), published, enqueued_ms)
             delivery.started_ms, delivery.first_token_ms = firsts
+            delivery.vocabulary = None if vocabulary is None else vocabulary.decode(errors="replace")
             delivery.attempt = attempt
             delivery.count = attempt if said.verdict == "run" else attempt - 1
             begun.append(said)
@@ -229,7 +232,7 @@ class Ledger:
         for frame in frames:
             delivery = frame.delivery
             args += [*self._where(delivery), delivery.attempt, frame.first, frame.after, delivery.encoding, frame.body]
-            args.append(_or_nothing(delivery.first_token_ms))
+            args += [_or_nothing(delivery.first_token_ms), delivery.vocabulary or ""]
         keys = [key for frame in frames for key in self._reply_and_state(frame.delivery)]
         return load("publish"), [*self._streams, *keys], args
 

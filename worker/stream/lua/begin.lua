@@ -7,7 +7,8 @@
 --       the attempt that it was told when it was held (read if due), 1 if the delivery count does not include this delivery, else 0,
 --       TTL in ms of a state that is made here
 -- Returns: verdict, attempt, now in ms, 1 if somebody streams it, output tokens published, enqueued_ms,
---          when any attempt began it first, and when any had published its first token, each nil where none has
+--          when any attempt began it first, when any had published its first token, and the vocabulary of what stands published,
+--          each nil where there is none
 local stream, reply, state, other_stream = unpack(KEYS)
 local group, consumer, entry, tier, deadline_ms, encoding = unpack(ARGV, 1, 6)
 local max_attempts, alone_from, purpose, held_attempt, uncounted, state_ttl_ms = unpack(ARGV, 7, 12)
@@ -21,9 +22,10 @@ local function attempts_since_progress()
   return progress <= attempt and attempt - progress + 1 or attempt  -- a group that was made again counts from 1
 end
 local function answer(verdict)
-  local known = redis.call('HMGET', state, 'stream', 'enqueued_ms', 'started_ms', 'first_token_ms')
+  local known = redis.call('HMGET', state, 'stream', 'enqueued_ms', 'started_ms', 'first_token_ms', 'vocabulary')
   local enqueued = tonumber(known[2]) or tonumber(string.match(entry, '^%d+'))
-  return { verdict, attempt, now, known[1] == '1' and 1 or 0, published, enqueued, tonumber(known[3]) or false, tonumber(known[4]) or false }
+  local began, had_token = tonumber(known[3]) or false, tonumber(known[4]) or false
+  return { verdict, attempt, now, known[1] == '1' and 1 or 0, published, enqueued, began, had_token, known[5] }
 end
 if where == 'settled' then
   take_off(stream, group, entry)
