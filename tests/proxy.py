@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ class Proxy:
         cut_replies: how many more replies are swallowed, each together with its connection.
         num_connections: how many were opened so far.
         delay_s: how late everything arrives, each way.
+        bytes_per_s: how fast everything arrives, each way and on each connection.
         silent: nothing arrives any more, and nobody is told; a connection that lost something so stays silent for good.
     """
 
@@ -30,6 +32,7 @@ class Proxy:
         self.cut_replies = 0
         self.num_connections = 0
         self.delay_s = 0.0
+        self.bytes_per_s = math.inf
         self.silent = False
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -79,8 +82,8 @@ class Proxy:
             while data := source.recv(_CHUNK):
                 if replies and self._swallow():
                     break
-                if self.delay_s:
-                    time.sleep(self.delay_s)
+                if pause_s := self.delay_s + len(data) / self.bytes_per_s:
+                    time.sleep(pause_s)
                 silent = silent or self.silent
                 if not silent:
                     target.sendall(data)

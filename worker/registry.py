@@ -68,6 +68,7 @@ class ActiveRequest:
         deadline_at_s: monotonic.
         first_token_s, last_token_s: monotonic; of this attempt.
         num_refusals: how often the server seemed to refuse its reply because of its size.
+        num_timeouts: how often writing its reply, alone, timed out.
         gone: the registry has forgotten it.
     """
 
@@ -84,6 +85,7 @@ class ActiveRequest:
     last_token_s: float | None = None
     published_s: float = field(default_factory=time.monotonic)
     num_refusals: int = 0
+    num_timeouts: int = 0
     gone: bool = False
 
     def __post_init__(self) -> None:

@@ -17,11 +17,12 @@ from worker.context import WorkerContext
 from worker.ending import frame_of, settlement_of, without_what_is_too_large
 from worker.registry import ActiveRequest
 from worker.stream.delivery import LEAST_BULK_BYTES, MAX_REPLY_BYTES, Settlement, TokensFrame
-from worker.stream.ledger import Ledger, Outcome, Settled
+from worker.stream.ledger import Ledger, Outcome, Settled, Written
 from worker.stream.trouble import TROUBLE, Trouble
 
 ROUND_SETTLEMENTS = 64  # final replies in one round trip
 LARGE_TRIES = 3  # until a reply counts as too large for the server
+LARGE_TIMEOUTS = 8  # until it counts as too large for the link; each blocks the thread for a socket timeout
 IDLE_S = 1.0
 
 OnSettled = Callable[[ActiveRequest, Outcome], None]
@@ -120,7 +121,7 @@ class ReplyWriter:
         heavy = [(active, frame) for active, frame in frames if len(frame.body) > LEAST_BULK_BYTES]
         return (
             self._write_together(light, small)
-            and all(self._write_together([frame], {}) for frame in heavy)
+            and all(self._write_heavy(active, frame) for active, frame in heavy)
             and all(self._write_large(active) for active in large)
         )
 
@@ -137,27 +138,57 @@ class ReplyWriter:
         self._take_positions([active for active, _ in frames], written.positions)
         return True
 
+    def _write_alone(self, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> Written | Exception | None:
+        """Write what may be too large for the server or the link: that costs the connection, and everything else sent on it.
+
+        Returns what became of it; the error, if this failed although Redis takes other writes; None if Redis could not be asked.
+        """
+        try:
+            written = self._ledger.write(frames, settlements)
+        except TROUBLE as error:
+            if self._ledger.is_writable():
+                return error
+            self._trouble.hit(error)
+            return None
+        self._trouble.clear()
+        return written
+
+    def _write_heavy(self, active: ActiveRequest, frame: TokensFrame) -> bool:
+        written = self._write_alone([frame], [])
+        if isinstance(written, Written):
+            self._take_positions([active], written.positions)
+        elif written is not None:
+            self._frames_trouble.hit(written)
+        return written is not None
+
     def _write_large(self, active: ActiveRequest) -> bool:
-        """Write it alone: a value too large for the server costs the connection, and everything else sent on it."""
         settlement = settlement_of(active)
         if settlement.num_bytes > MAX_REPLY_BYTES:
             self._shrink(active, settlement.num_bytes)
             return True
-        try:
-            [result] = self._ledger.write([], [settlement]).settled
-        except TROUBLE as error:
-            self._trouble.hit(error)
-            refused = not isinstance(error, RedisTimeoutError) and self._ledger.is_writable()  # a slow link is not a refusal
+        written = self._write_alone([], [settlement])
+        if written is None:
+            return False
+        [result] = written.settled if isinstance(written, Written) else [written]
+        if isinstance(result, Settled) or (isinstance(result, ResponseError) and not str(result).startswith("Protocol error")):
+            self._take_settled([active], [result])
         else:
-            refused = isinstance(result, ResponseError) and str(result).startswith("Protocol error")
-            if not refused:
-                self._trouble.clear()
-                self._take_settled([active], [result])
-                return True
-        active.num_refusals += refused
-        if active.num_refusals == LARGE_TRIES:
-            self._shrink(active, settlement.num_bytes)
-        return False
+            self._refuse_large(active, settlement.num_bytes, result)
+        return True
+
+    def _refuse_large(self, active: ActiveRequest, num_bytes: int, error: Exception) -> None:
+        """Keep for later a reply that fails alone: because of its size, or because the link is slow at the moment."""
+        if isinstance(error, RedisTimeoutError):
+            active.num_timeouts += 1
+        else:
+            active.num_refusals += 1
+        self._unsettled.pop(active, None)
+        self._refused.pop(active, None)
+        if active.num_refusals == LARGE_TRIES or active.num_timeouts == LARGE_TIMEOUTS:
+            self._shrink(active, num_bytes)
+        else:
+            self._refused[active] = None
+            self._replies_trouble.hit(error)
 
     def _shrink(self, active: ActiveRequest, num_bytes: int) -> None:
         """Replace a reply that is too large by an error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ from producer.errors import BatchFailed, Cancelled, ContextLengthExceeded, Deadl
 from producer.keys import GROUP
 from producer.wire import Choice, Result, TokenLogprob, Usage
 from tests.fakes import FAIL_SECOND, MAX_MODEL_LEN, FakeEngine, expected_text, expected_tokens
+from tests.proxy import Proxy
 from tests.servers import Server
 from tests.workers import QueueView, eventually, idle, worker_thread
+from worker.reload import Reload
 from worker.stream.delivery import Settlement, TokensFrame
 from worker.stream.ledger import Ledger, Written
 from worker.worker import Worker
@@ -227,6 +230,73 @@ def test_reply_larger_than_the_server_takes_is_an_error_and_keeps_nothing_else_b
             assert beside.result(timeout=30).token_ids == expected_tokens("beside", 30)
             assert client.submit_and_wait("after", max_tokens=3, timeout=30).token_ids == expected_tokens("after", 3)
         eventually(lambda: idle(worker), "the engine idle")
+
+
+@pytest.fixture
+def link(server: Server) -> Iterator[Proxy]:
+    with Proxy(server.port).running() as proxy:
+        yield proxy
+
+
+LARGE: Any = {"max_tokens": 1500, "n": 2 * BATCH_SIZE, "logprobs": 0}  # a megabyte
+SLOW_BYTES_PER_S = 30_000  # half a minute for that, where Redis may be silent for a second
+
+
+def test_reply_that_the_link_does_not_carry_is_an_error_and_keeps_nothing_else_back(
+    client: Client, queue: str, link: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.reply_writer.LARGE_TIMEOUTS", 3)
+    engine = FakeEngine(max_batch_size=2 * BATCH_SIZE + 1, step_s=0.001)
+    with worker_thread(link.url, queue, engine, socket_timeout_s=1.0) as worker:
+        large = client.submit("hello", **LARGE)
+        eventually(lambda: worker.loop.num_tokens > 100, "it runs")
+        link.bytes_per_s = SLOW_BYTES_PER_S
+        beside = client.submit("beside", max_tokens=30)
+        assert beside.result(timeout=30).token_ids == expected_tokens("beside", 30)
+        with pytest.raises(InvalidRequest, match="logprobs asks for more than one reply can hold"):
+            large.result(timeout=60)
+        assert client.submit_and_wait("after", max_tokens=3, timeout=30).token_ids == expected_tokens("after", 3)
+        eventually(lambda: idle(worker), "the engine idle")
+
+
+def test_reply_that_the_link_does_not_carry_holds_up_no_reload_and_is_there_when_it_does(
+    client: Client, queue: str, view: QueueView, link: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.reply_writer.LARGE_TIMEOUTS", 1000)
+    size = 2 * BATCH_SIZE + 1
+    engines = {"load": lambda model: FakeEngine(model, max_batch_size=size, step_s=0.001), "socket_timeout_s": 1.0, "drain_s": 0.1}
+    with worker_thread(link.url, queue, **engines) as worker:
+        large = client.submit("hello", **LARGE)
+        running = eventually(lambda: worker.registry.get(large.id), "it runs")
+        eventually(lambda: worker.loop.num_tokens > 100, "it runs")
+        link.bytes_per_s = SLOW_BYTES_PER_S
+        eventually(lambda: running.num_timeouts > 0, "it is not carried")
+        long = client.submit("long", max_tokens=50_000, stream=True)
+        chunks = long.stream(timeout=60)
+        next(chunks)
+        worker.request_reload(Reload("second"))
+        eventually(lambda: view.workers()[worker.config.name]["model"] == "second", "reloaded")
+        next(chunks)
+        assert client.submit_and_wait("after", max_tokens=3, timeout=30).model == "second"
+        long.cancel()
+        link.bytes_per_s = math.inf
+        assert large.result(timeout=60).model == "fake"
+
+
+def test_frame_that_the_link_does_not_carry_holds_up_no_reload(
+    client: Client, queue: str, view: QueueView, link: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are generated again."""
+    monkeypatch.setattr("worker.reply_writer.LEAST_BULK_BYTES", 50_000)
+    settings: Any = {"socket_timeout_s": 1.0, "drain_s": 0.1, "checkpoint_tokens": 10**6, "checkpoint_s": 3600}
+    with worker_thread(link.url, queue, load=FakeEngine, **settings) as worker:
+        handle = client.submit("hello", max_tokens=20_000, logprobs=0)
+        eventually(lambda: worker.loop.num_tokens > 3000, "much is generated")
+        link.bytes_per_s = SLOW_BYTES_PER_S
+        worker.request_reload(Reload("second"))
+        eventually(lambda: view.workers()[worker.config.name]["model"] == "second", "reloaded")
+        link.bytes_per_s = math.inf
+        assert handle.result(timeout=60).token_ids == expected_tokens("hello", 20_000)
 
 
 @pytest.mark.parametrize(
