@@ -124,6 +124,21 @@ def test_own_pending_entries_keep_their_count_unless_their_process_died(pair: Le
     assert (pair.count(known), pair.count(unknown)) == (1, 1)
 
 
+def test_entry_that_another_claims_while_it_is_reread_is_left_to_it(pair: LedgerPair) -> None:
+    delivery = pair.begun()
+    pair.put("x2")
+    pair.read()
+
+    def claimed_by_another(_: str, entry_id: str) -> bool:  # asked between the look at the list and the claim
+        if entry_id == delivery.entry.id:
+            pair.stolen_by("two", delivery)
+        return False
+
+    reread = Consumer(pair.client, pair.keys, "one", 1.0).own_pending(claimed_by_another, crashed=False)
+    assert [entry.fields[b"id"] for entry in reread] == [b"x2"]
+    assert pair.two.renew([delivery]) == []
+
+
 def test_own_entry_that_was_handed_back_and_that_nobody_took_is_delivered_again(pair: LedgerPair) -> None:
     delivery = pair.begun()
     pair.one.release([delivery])
@@ -152,6 +167,17 @@ def claim_reply_lost(pair: LedgerPair) -> None:
     Consumer(pair.client, pair.keys, "one", 0.0).claim("realtime", 1)
 
 
+def claim_reply_lost_of_one_that_died_once(pair: LedgerPair) -> None:
+    pair.begun("two")
+    Consumer(pair.client, pair.keys, "one", 0.0).claim("realtime", 1)
+
+
+def read_reply_lost_longer_ago_than_a_lease(pair: LedgerPair) -> None:
+    pair.put()
+    (delivery,) = pair.read()
+    pair.client.xclaim(pair.keys.stream("realtime"), GROUP, "one", 0, [delivery.entry.id], idle=3_600_000, retrycount=1)
+
+
 def process_died(pair: LedgerPair) -> None:
     pair.begun()
 
@@ -164,6 +190,8 @@ def process_died(pair: LedgerPair) -> None:
         (handed_back, False, 1),
         (process_died, True, 2),
         (claim_reply_lost, False, 3),
+        (claim_reply_lost_of_one_that_died_once, False, 2),
+        (read_reply_lost_longer_ago_than_a_lease, False, 1),
     ],
 )
 def test_what_a_worker_rereads_counts_once_however_often_it_asks(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import redis
 from redis.exceptions import ResponseError
 
+from producer.codec import request_id_of
 from producer.keys import GROUP, TIERS, Keys, Tier
 from producer.scripts import Argument
 from worker.stream.scripts import load, run
@@ -96,25 +96,32 @@ class Consumer:
     def own_pending(self, known: Known, *, crashed: bool) -> list[Entry]:
         """Entries that are pending for this consumer and not in ``known``.
 
-        After a crash they belonged to a former process of the same name, and this is a new delivery. It is one too if
-        they were handed back, or their lease has lapsed, and no worker took them. Otherwise the reply that brought them was lost
-        on its way. The delivery count does not change, however often this is called.
+        After a crash they belonged to a former process of the same name, and this is a new delivery. It is one too if a worker
+        has begun them before and died, or handed them back. Otherwise the reply that brought them was lost on its way. The
+        delivery count does not change, however often this is called.
         """
         return [entry for tier in TIERS for entry in self._own_pending(tier, known, crashed)]
 
     def _own_pending(self, tier: Tier, known: Known, crashed: bool) -> list[Entry]:
         stream, start, found = self._keys.stream(tier), "-", []
         while page := self._page(stream, start):
-            alike: defaultdict[tuple[int, bool], list[Any]] = defaultdict(list)
-            for item in page:
-                id_, count = item["message_id"].decode(), item["times_delivered"]
-                just_read = count == 1 and item["time_since_delivered"] < self._lease_ms  # by a read, which counts by itself
-                if not known(tier, id_):
-                    alike[count, just_read and not crashed].append(id_)
-            for (count, counted), ids in alike.items():
-                found += _entries(tier, self._client.xclaim(stream, GROUP, self._name, 0, ids, retrycount=count), counted=counted)
-            start = f"({page[-1]['message_id'].decode()}"
+            ids = [item["message_id"].decode() for item in page]
+            unknown = [entry_id for entry_id in ids if not known(tier, entry_id)]
+            (held,) = run(self._client, [(load("reclaim"), [stream], [GROUP, self._name, *unknown])])
+            entries = _uncounted(tier, [entry for _, entry in held])
+            just_read = self._never_begun(entries) if not crashed else [False] * len(entries)
+            found += [
+                replace(entry, counted=count == 1 and fresh)  # a read counts by itself
+                for entry, (count, _), fresh in zip(entries, held, just_read, strict=True)
+            ]
+            start = f"({ids[-1]}"
         return found
+
+    def _never_begun(self, entries: Sequence[Entry]) -> list[bool]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for entry in entries:
+                pipeline.hget(self._keys.state(request_id_of(entry.fields) or entry.id), "attempt")
+            return [not isinstance(attempt, bytes) for attempt in pipeline.execute(raise_on_error=False)]
 
     def _page(self, stream: str, start: str) -> list[dict[str, Any]]:
         return list(self._client.xpending_range(stream, GROUP, start, "+", MAX_PAGE, consumername=self._name))
@@ -131,6 +138,6 @@ def _uncounted(tier: Tier, entries: Any) -> list[Entry]:
     return [Entry(tier, id_.decode(), dict(zip(fields[::2], fields[1::2], strict=True)), counted=False) for id_, fields in entries]
 
 
-def _entries(tier: Tier, entries: Any, *, counted: bool = True) -> list[Entry]:
-    """Entries from a reply. One that was deleted while pending may come as nil: there is nothing to answer, and a renewal drops it."""
-    return [Entry(tier, item[0].decode(), item[1], counted) for item in entries if item is not None and None not in item]
+def _entries(tier: Tier, entries: Any) -> list[Entry]:
+    """Entries from the reply of a redis-py command. One that was deleted while pending may come as nil."""
+    return [Entry(tier, item[0].decode(), item[1]) for item in entries if item is not None and None not in item]
