@@ -94,11 +94,19 @@ class BulkRunner:
     async def _withdraw(self, numbers: Iterator[int], sending: Set[int]) -> None:
         """Cancels each line's attempts until one had not ended: the next is sent only after that. An id cancelled beforehand is refused."""
         for number in numbers:
-            if number not in sending and await self._client.get(self._spec.request_id(number, 0)).status() == "unknown":
+            first = await self._first_known(number)
+            if first is None and number not in sending:
                 continue  # blank, or never sent
-            for attempt in count():
+            for attempt in count(first or 0):
                 if await self._client.get(self._spec.request_id(number, attempt)).cancel() != "finished":
                     break
+
+    async def _first_known(self, number: int) -> int | None:
+        """The first of a line's attempts that Redis knows: earlier ones are forgotten a day after they have failed."""
+        for attempt in range(self._spec.retries + 1):
+            if await self._client.get(self._spec.request_id(number, attempt)).status() != "unknown":
+                return attempt
+        return None
 
     async def _feed(self) -> None:
         try:
