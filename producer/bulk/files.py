@@ -140,6 +140,9 @@ class OutputFiles:
             Path(path).rename(part)
         file = part.open("a+b", buffering=0)
         _lock(file)
+        if not _is_at(file, part):  # who held it has finished the job meanwhile
+            file.close()
+            return self._open(path)
         _cut_torn_line(file)
         return file
 
@@ -184,6 +187,14 @@ def _lock(file: Any) -> None:
             time.sleep(0.1)
         else:
             return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether the open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _cut_torn_line(file: Any) -> None:

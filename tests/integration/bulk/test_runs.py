@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import redis
 from rq.results import Result
 
 from producer.bulk import queue as bulk_jobs
+from producer.bulk.files import OutputFiles
 from producer.bulk.lease import RunLease
 from tests.bulk import DEADLINE_S, await_true, bulk_worker, is_free, make_spec, progress, records, work_off
 from tests.responder import Responder, Taken, echo
@@ -53,6 +56,30 @@ def test_job_that_is_on_the_queue_once_more_when_it_has_ended_is_not_run_again(
         work_off(own_server)
     assert len(responder.seen) == 2
     assert_done_in_one_run(connection, succeeded=2)
+
+
+def test_run_that_waits_for_the_files_of_one_that_finishes_takes_up_what_is_there(tmp_path: Path) -> None:
+    """Their names have changed by then."""
+    spec = make_spec(tmp_path, ["a"])
+    part = f"{spec.output}.part"
+
+    def num_open() -> int:
+        return sum(os.path.realpath(f"/proc/self/fd/{number}") == part for number in os.listdir("/proc/self/fd"))
+
+    def done() -> set[int]:
+        with OutputFiles(spec) as files:
+            files.finish()
+            return files.done
+
+    with ThreadPoolExecutor(1) as pool:
+        with OutputFiles(spec) as files:
+            files.write_answer(1, {"id": "job.1", "line": 1, "text": "a"})
+            second = pool.submit(done)
+            await_true(lambda: num_open() == 2, "the second run waits for the first")
+            files.finish()
+        assert second.result() == {1}
+    assert [record["text"] for record in records(spec.output)] == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_run_that_was_silent_for_too_long_leaves_the_job_to_whoever_has_it_now(
