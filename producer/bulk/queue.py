@@ -72,21 +72,44 @@ def bulk_queue(connection: redis.Redis) -> Queue:
 
 
 def submit(connection: redis.Redis, spec: BulkSpec, at: datetime | None = None) -> Job:
-    """Enqueue a job, now or at a time (local if it names no zone); a job with a known id, in whatever state, is returned as it is."""
+    """Enqueue a job, now or at a time (local if it names no zone); a known job, in whatever state, is returned as it is.
+
+    Raises:
+        InvalidRequest: the id is that of another job.
+    """
+    known = find(connection, spec)
+    if known is not None:
+        return known
+    queue = bulk_queue(connection)
+    options: dict[str, Any] = {
+        "args": (spec.to_json(),),
+        "job_id": spec.job_id,
+        "description": f"bulk {spec.input} -> {spec.output}",
+        "job_timeout": -1,
+        "result_ttl": RESULT_TTL_S,
+        "failure_ttl": FAILURE_TTL_S,
+        "retry": Retry(max=MAX_CRASHES),
+    }
+    return queue.enqueue(FUNCTION, **options) if at is None else queue.enqueue_at(at.astimezone(), FUNCTION, **options)
+
+
+def find(connection: redis.Redis, spec: BulkSpec) -> Job | None:
+    """The known job of this id and specification; None if the id is new.
+
+    Raises:
+        InvalidRequest: the id is that of another job.
+    """
     try:
-        return fetch(connection, spec.job_id)
+        job = fetch(connection, spec.job_id)
     except UnknownRequest:
-        queue = bulk_queue(connection)
-        options: dict[str, Any] = {
-            "args": (spec.to_json(),),
-            "job_id": spec.job_id,
-            "description": f"bulk {spec.input} -> {spec.output}",
-            "job_timeout": -1,
-            "result_ttl": RESULT_TTL_S,
-            "failure_ttl": FAILURE_TTL_S,
-            "retry": Retry(max=MAX_CRASHES),
-        }
-        return queue.enqueue(FUNCTION, **options) if at is None else queue.enqueue_at(at.astimezone(), FUNCTION, **options)
+        return None
+    known = _spec(job)
+    if known is None:
+        raise InvalidRequest(f"{spec.job_id} is {FOREIGN}", field="id")
+    if known != spec:
+        differing = [name for name, value in spec.to_json().items() if value != known.to_json()[name]]
+        raise InvalidRequest(f"id {spec.job_id} is known as a job with another {', '.join(differing)}", field="id")
+    return job
 
 
 def fetch(connection: redis.Redis, job_id: str) -> Job:

@@ -17,6 +17,7 @@ from rq.cron import CronScheduler
 from producer.bulk import queue as bulk_jobs
 from producer.bulk.cli import bulk
 from producer.bulk.job import run
+from producer.cli.group import main
 from producer.errors import InvalidRequest, UnknownRequest
 from tests.bulk import DEADLINE_S, HEADRACE, await_true, bulk_worker, make_spec, records, work_off, write_input
 from tests.responder import Responder
@@ -39,6 +40,26 @@ def test_commands_submit_wait_show_and_cancel(own_server: Server, tmp_path: Path
     assert (said["id"], said["status"], said["progress"]["succeeded"]) == ("mine", "finished", 2)
     assert "done" in headrace("status", "mine")
     assert headrace("cancel", "mine") == "finished\n"
+
+
+def test_known_job_is_not_run_again_and_another_under_its_id_is_refused(own_server: Server, tmp_path: Path) -> None:
+    path = write_input(tmp_path, ["a"])
+
+    def submit(*more: str, output: str = "out.jsonl") -> tuple[int, str, str]:
+        arguments = ["bulk", "submit", str(path), "--output", str(tmp_path / output), "--id", "nightly", "--redis", own_server.url, *more]
+        result = CliRunner().invoke(main, arguments)
+        return result.exit_code, result.stdout, result.stderr
+
+    assert submit() == (0, "nightly\n", "")
+    assert submit() == (0, "nightly\n", "headrace: nightly is known, and is not run again: queued\n")
+    refused = "headrace: INVALID_REQUEST: id nightly is known as a job with another "
+    assert submit("--window", "7") == (1, "", f"{refused}window\n")
+    assert submit(output="other.jsonl") == (1, "", f"{refused}output, errors\n")
+    with Responder(own_server.url, "default").running():
+        work_off(own_server)
+    assert submit("--wait")[:2] == (0, "nightly\n")
+    assert submit() == (0, "nightly\n", "headrace: nightly is known, and is not run again: done\n")
+    assert len(records(tmp_path / "out.jsonl")) == 1
 
 
 def test_waiting_for_a_job_with_failed_lines_exits_with_1(own_server: Server, tmp_path: Path) -> None:
