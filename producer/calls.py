@@ -199,6 +199,7 @@ class Wait:
         self.ticket = ticket
         self._keys = keys
         self._patience = patience
+        self._streaming = streaming
         self._fold = ReplyFold(streaming=streaming)
         self._look_next = time.monotonic() - ticket.alive_s > BLOCK_S
 
@@ -274,4 +275,6 @@ class Wait:
         _log.warning("Redis has lost request %s, putting it again", ticket.request_id)
         reply = yield from one(ticket.submission.command(ticket.deadline), self._patience, scripts.load("enqueue"))
         self.ticket.refused = _ticket(ticket.submission, reply).refused
+        if self._streaming:
+            yield from self.begin_stream()
         self._fold.rewind()

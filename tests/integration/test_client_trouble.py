@@ -62,6 +62,17 @@ def test_blocked_callers_survive_a_server_that_lost_everything(server_kind: str,
             assert [answer.result().text for answer in answers] == [f"prompt {i}" for i in range(8)]
 
 
+def test_reader_of_a_request_that_redis_lost_asks_for_every_step_again(server_kind: str, queue: str) -> None:
+    with Server(server_kind) as server, Client(server.url, queue) as client:
+        handle = client.submit("hi")
+        with in_thread(lambda: [chunk.text for chunk in handle.stream(timeout=T_S)]) as texts:
+            for _ in range(2):
+                until(lambda: client.redis.hget(client.keys.state(handle.id), "stream") == b"1")
+                client.redis.flushall()
+            with Responder(server.url, queue).running():
+                assert texts.result() == ["hi"]
+
+
 def test_stream_goes_on_after_its_connection_was_cut(server: Server, queue: str) -> None:
     with Proxy(server.port).running() as proxy, Client(proxy.url, queue) as client:
         handle = client.submit("hi", stream=True)
