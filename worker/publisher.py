@@ -146,16 +146,23 @@ class Publisher:
         elif isinstance(item, HandBack):
             self._hand_back_asked = item
         elif isinstance(item, EndNow):
-            assert item.active.end is not None, "ended for a reason"
-            if item.active.outcome is None:
-                self._abort(item.active)
-            self._conclude(item.active, item.active.end)
+            self._end_now(item.active)
         else:
             now_s = time.monotonic()
             for output in item:
                 active = self._registry.of(output.request)
                 if active is not None and active.outcome is None:
                     self._take_guarded(active, output, now_s)
+
+    def _end_now(self, active: ActiveRequest) -> None:
+        """Not one that was lost meanwhile: under its id the engine may have its next delivery."""
+        assert active.end is not None, "ended for a reason"
+        with self._registry.lock:
+            if not self._registry.holds(active):
+                return
+            if active.outcome is None:
+                self._abort(active)
+        self._conclude(active, active.end)
 
     def _take_guarded(self, active: ActiveRequest, output: StepOutput, now_s: float) -> None:
         try:

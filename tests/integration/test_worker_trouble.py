@@ -15,7 +15,7 @@ import pytest
 import redis
 import structlog
 
-from producer import Client, Result
+from producer import Cancelled, Client, Result
 from producer.keys import GROUP
 from tests.fakes import FakeEngine, expected_tokens
 from tests.integration.test_redis_rights import started
@@ -296,6 +296,18 @@ def test_entry_whose_delivery_was_lost_on_its_way_does_not_wait_for_a_lease(make
             result = client.submit_and_wait(f"p{i}", max_tokens=3, timeout=20)
             assert (result.token_ids, result.attempt) == (expected_tokens(f"p{i}", 3), 1)
     scene.proxy.cut_replies = 0
+
+
+def test_order_to_end_what_was_lost_does_not_end_its_next_delivery_to_the_same_worker(server: Server, queue: str) -> None:
+    with worker_thread(server.url, queue, FakeEngine(step_s=0.01), lease_s=0.3) as worker, Client(server.url, queue=queue) as client:
+        handle = client.submit("hello", max_tokens=200)
+        lost = eventually(lambda: worker.registry.get(handle.id), "taken")
+        eventually(lambda: lost.outputs is not None, "it runs")
+        worker._publisher.lose(lost)
+        again = eventually(lambda: worker.registry.get(handle.id), "taken again, its lease being over")
+        eventually(lambda: again.outputs is not None, "it runs")
+        worker._publisher.end(lost, Cancelled("too late"))
+        assert handle.result(timeout=30).token_ids == expected_tokens("hello", 200)
 
 
 def test_drain_while_redis_is_away_ends_and_its_requests_are_taken_over(make: Callable[..., Scene]) -> None:
