@@ -53,7 +53,7 @@ class Slot:
         raise ClusterDownError(f"no node serves slot {self._number}")
 
     def move(self, by: Address, error: MovedError) -> None:
-        """Take over from the node ``by`` where the slot is served now."""
+        """The node ``by`` has said where the slot is served now: remember it."""
         self.primary = _address(by, (error.host.encode(), error.port))
 
     def lose(self, address: Address) -> None:

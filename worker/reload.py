@@ -72,7 +72,7 @@ class Reloader:
 
     @property
     def fields(self) -> Mapping[str, str]:
-        """For the heartbeat: the last order from the queue that was carried out, and why its model is not served ('' if it is)."""
+        """For the heartbeat: the last order from the queue, and why the last order's model, a signal's too, is not served ('' if it is)."""
         return {"reload": self._done_id, "reload_error": self._error}
 
     def run(self) -> bool:

@@ -92,7 +92,7 @@ class BulkRunner:
         await asyncio.gather(*(self._withdraw(numbers, sending) for _ in range(WITHDRAWERS)))
 
     async def _withdraw(self, numbers: Iterator[int], sending: Set[int]) -> None:
-        """Cancels each line's attempts until one had not ended: the next is sent only after that. An id cancelled beforehand is refused."""
+        """Cancels each line's attempts up to the first that had not ended: later ones are not sent yet. A cancelled id is refused."""
         for number in numbers:
             first = await self._first_known(number)
             if first is None and number not in sending:

@@ -309,7 +309,7 @@ class Engine:
         return [output for chunk, sampled in zip(plan.chunks, results, strict=True) if (output := self._update(chunk, sampled))]
 
     def _isolate(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """Split a failed step in halves until the request that makes it fail is alone; only that one ends. Lost memory ends all.
+        """Halve a failed step until the request that makes it fail is alone; only that one ends. A device without memory ends all.
 
         A failed step has advanced no request, and computing it again writes the same values into the KV cache.
         """
