@@ -155,7 +155,7 @@ class Publisher:
                     self._take_guarded(active, output, now_s)
 
     def _end_now(self, active: ActiveRequest) -> None:
-        """Not one that was lost meanwhile: under its id the engine may have its next delivery."""
+        """Not for one that was lost meanwhile: the engine may have its next delivery under the same id."""
         assert active.end is not None, "ended for a reason"
         with self._registry.lock:
             if not self._registry.holds(active):

@@ -22,7 +22,7 @@ from worker.stream.trouble import TROUBLE, Trouble
 
 ROUND_SETTLEMENTS = 64  # final replies in one round trip
 LARGE_TRIES = 3  # until a reply counts as too large for the server
-LARGE_TIMEOUTS = 8  # until it counts as too large for the link; each blocks the thread for a socket timeout
+LARGE_TIMEOUTS = 8  # until a reply counts as too large for the link; each blocks the thread for a socket timeout
 IDLE_S = 1.0
 
 OnSettled = Callable[[ActiveRequest, Outcome], None]

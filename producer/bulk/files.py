@@ -140,7 +140,7 @@ class OutputFiles:
             Path(path).rename(part)
         file = part.open("a+b", buffering=0)
         _lock(file)
-        if not _is_at(file, part):  # who held it has finished the job meanwhile
+        if not _is_at(file, part):  # the run that held it has finished the job meanwhile
             file.close()
             return self._open(path)
         _cut_torn_line(file)

@@ -195,7 +195,7 @@ def test_wedged_worker_ends_and_hands_back_what_nobody_took(scene: Scene) -> Non
 
 
 def test_long_generation_outlives_more_deaths_than_would_poison_it(scene: Scene) -> None:
-    """As on hosts that come and go: each death counts only until the next token stands published."""
+    """As on hosts that come and go: each death counts only until the next token is published."""
     handle = scene.client.submit("long", max_tokens=400, stream=True)
     for _ in range(5):
         published = len(scene.view.frames(handle.id))

@@ -307,7 +307,7 @@ def test_output_that_this_model_cannot_have_written_is_not_gone_on_from(
 def test_output_of_another_vocabulary_is_not_gone_on_from(
     server: Server, queue: str, client: Client, view: QueueView, noted: str | None
 ) -> None:
-    """Its ids are all this model's, too, and would be read as other words. A state that does not tell is taken at its word."""
+    """All its ids exist in this model too, but stand for other words. A state without a vocabulary is trusted."""
     chunk = Chunk("so far", [5, 6], 0)
     view.client.xadd(view.keys.reply("x1"), encode_frame(Frame("tokens", encode_chunk(chunk)), "json") | {"tokens": 2})
     if noted is not None:

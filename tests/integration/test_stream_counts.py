@@ -65,7 +65,7 @@ def test_request_held_after_two_crashes_is_a_suspect_and_after_more_is_given_up(
 
 
 def test_only_deaths_since_the_last_progress_count(pair: LedgerPair) -> None:
-    """A generation of hours on hosts that come and go dies often, and is no poison for that."""
+    """A generation of hours on hosts that come and go dies often, but is not poison."""
     delivery = pair.begun()
     assert publish(pair.one, delivery, 0, 0) == 1
     for attempt in range(2, 9):
@@ -76,7 +76,7 @@ def test_only_deaths_since_the_last_progress_count(pair: LedgerPair) -> None:
     for attempt, verdict in enumerate(("run", "suspect", "poisoned"), start=9):
         delivery = pair.stolen_by("one", delivery)
         assert (begin(pair.one, delivery).verdict, delivery.attempt) == (verdict, attempt)
-        publish(pair.one, delivery, 0, 0)  # which stands there: no progress
+        publish(pair.one, delivery, 0, 0)  # which is published already: no progress
 
 
 def test_progress_under_a_group_that_is_gone_forgives_no_death_under_the_new_one(pair: LedgerPair) -> None:
@@ -129,7 +129,7 @@ def test_entry_that_another_claims_while_it_is_reread_is_left_to_it(pair: Ledger
     pair.put("x2")
     pair.read()
 
-    def claimed_by_another(_: str, entry_id: str) -> bool:  # asked between the look at the list and the claim
+    def claimed_by_another(_: str, entry_id: str) -> bool:  # called between reading the list and the claim
         if entry_id == delivery.entry.id:
             pair.stolen_by("two", delivery)
         return False

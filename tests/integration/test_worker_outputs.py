@@ -239,7 +239,7 @@ def link(server: Server) -> Iterator[Proxy]:
 
 
 LARGE: Any = {"max_tokens": 1500, "n": 2 * BATCH_SIZE, "logprobs": 0}  # a megabyte
-SLOW_BYTES_PER_S = 30_000  # half a minute for that, where Redis may be silent for a second
+SLOW_BYTES_PER_S = 30_000  # half a minute for that, while Redis may be silent for only a second
 
 
 def test_reply_that_the_link_does_not_carry_is_an_error_and_keeps_nothing_else_back(

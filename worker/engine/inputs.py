@@ -95,7 +95,7 @@ class InputProcessor:
         """Check what an earlier attempt generated, possibly with another model.
 
         Args:
-            vocabulary: the one that the ids are of; None if that is not known.
+            vocabulary: that of the ids; None if it is not known.
 
         Raises:
             ModelUnavailable: the ids are of another vocabulary, or beyond this model's.

@@ -65,7 +65,7 @@ class Delivery:
             for its turn, so that a crash that it cannot have caused does not count against it; None until the ledger has seen it.
         started_ms, first_token_ms: Redis time; when a worker first began it, and when its first token came, possibly in an earlier
             attempt whose output is published. None before.
-        vocabulary: the one that its output's token ids are of; None before, and if it is not known of published ones.
+        vocabulary: that of its output's token ids; None before there are any, and if that of published ones is not known.
     """
 
     entry: Entry

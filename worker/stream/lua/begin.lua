@@ -7,8 +7,8 @@
 --       the attempt that it was told when it was held (read if due), 1 if the delivery count does not include this delivery, else 0,
 --       TTL in ms of a state that is made here
 -- Returns: verdict, attempt, now in ms, 1 if somebody streams it, output tokens published, enqueued_ms,
---          when any attempt began it first, when any had published its first token, and the vocabulary of what stands published,
---          each nil where there is none
+--          when any attempt began it first, when any had published its first token, and the vocabulary of the published tokens,
+--          each nil if there is none
 local stream, reply, state, other_stream = unpack(KEYS)
 local group, consumer, entry, tier, deadline_ms, encoding = unpack(ARGV, 1, 6)
 local max_attempts, alone_from, purpose, held_attempt, uncounted, state_ttl_ms = unpack(ARGV, 7, 12)
@@ -16,7 +16,7 @@ local max_attempts, alone_from, purpose, held_attempt, uncounted, state_ttl_ms =
 local where, published, count = standing(stream, group, consumer, entry, reply, state)
 local now = now_ms()
 local attempt = purpose == 'due' and tonumber(held_attempt) or math.max(1, count + tonumber(uncounted))
--- Attempts since the last one that published tokens, including that one: deaths before it do not count any more.
+-- Attempts since the last one that published tokens, including that one: deaths before it no longer count.
 local function attempts_since_progress()
   local progress = tonumber(redis.call('HGET', state, 'progress_attempt')) or 1
   return progress <= attempt and attempt - progress + 1 or attempt  -- a group that was made again counts from 1

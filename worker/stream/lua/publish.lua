@@ -4,7 +4,7 @@
 -- KEYS: both tiers' streams, then for each frame: reply, state
 -- ARGV: group, consumer, TTL in ms,
 --       then for each frame: tier's index, entry, attempt, first token, first token after it, encoding, body,
---       when the first token came or '', the vocabulary that its token ids are of or ''
+--       when the first token came or '', the vocabulary of its token ids or ''
 -- Returns for each frame: the number of tokens now published, -1 (lost) or -2 (settled)
 local streams = { KEYS[1], KEYS[2] }
 local group, consumer, ttl_ms = unpack(ARGV, 1, 3)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Be given again what is pending for this consumer, and leave alone what another has claimed since. The delivery count stays as it is.
+-- Deliver again what is pending for this consumer, but not what another has claimed since. The delivery count does not change.
 -- KEYS: the tier's stream
 -- ARGV: group, consumer, then the entries
 -- Returns: delivery count and entry of each that is this consumer's and still on the stream
