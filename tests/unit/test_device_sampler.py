@@ -1,3 +1,6 @@
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,9 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from producer.sampling import SamplingParams
+from tests.waits import nothing_waits
 from worker.engine.device_sampler import is_device_sampled, sample_on_device
-from worker.engine.request import Request
+from worker.engine.request import UNKNOWN_TOKEN, Request
 from worker.engine.sampler import Sampler
+from worker.engine.unread import UnreadTokens
 
 VOCAB = 3000
 SETTINGS = {
@@ -95,6 +100,61 @@ def test_a_row_that_is_not_finite_is_marked_and_harms_no_other() -> None:
 def test_what_needs_the_host_is_left_to_the_sampler() -> None:
     assert is_device_sampled(make_request(0, temperature=1.0, top_p=0.5))
     assert not is_device_sampled(make_request(0, logprobs=2))
-    assert not is_device_sampled(make_request(0, repetition_penalty=1.1))
-    assert not is_device_sampled(make_request(0, logit_bias={3: 1.0}))
-    assert not is_device_sampled(make_request(0, min_tokens=2))
+    assert is_device_sampled(make_request(0, repetition_penalty=1.1, logit_bias={3: 1.0}, min_tokens=2))
+
+
+ADJUSTED = {
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "presence and frequency": {"temperature": 1.0, "presence_penalty": 1.5, "frequency_penalty": 0.7},
+    "bias": {"temperature": 1.0, "top_p": 0.9, "logit_bias": {3: 5.0, 7: -100.0}},
+    "min tokens": {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": list(range(10))},
+    "all": {"temperature": 1.5, "repetition_penalty": 0.8, "frequency_penalty": -0.5, "logit_bias": {5: 2.0}, "min_tokens": 2, "top_k": 50},
+    "none": {"temperature": 1.0},
+}
+
+
+def talking_request(seed: int, **params: object) -> Request:
+    """Of few different tokens, so that most of them come again; with up to five in its output."""
+    rng = random.Random(seed)
+    made = make_request(seed, **params)
+    made.prompt_token_ids = [rng.randrange(20) for _ in range(6)]
+    made.output_token_ids = [rng.randrange(20) for _ in range(seed % 6)]
+    return made
+
+
+def with_unread_ends(requests: Sequence[Request]) -> tuple[list[Request], UnreadTokens]:
+    """The same requests to a host that does not know their last output token."""
+    ends = {row: request.output_token_ids[-1] for row, request in enumerate(requests) if request.output_token_ids}
+    hidden = [replace(r, output_token_ids=[*r.output_token_ids[:-1], UNKNOWN_TOKEN] if r.output_token_ids else []) for r in requests]
+    return hidden, UnreadTokens(list(ends), torch.tensor(list(ends.values())))
+
+
+def talking_rows(count: int) -> torch.Tensor:
+    logits = rows(count, seed=5)
+    logits[:, :20] += 8.0
+    return logits
+
+
+@pytest.mark.parametrize("name", [*ADJUSTED, "mixed"])
+def test_tokens_that_the_host_has_not_read_count_as_those_that_it_has(name: str) -> None:
+    settings = list(ADJUSTED.values()) if name == "mixed" else [ADJUSTED[name]]
+    requests = [talking_request(seed, **settings[seed % len(settings)]) for seed in range(60)]
+    logits = talking_rows(60)
+    hidden, unread = with_unread_ends(requests)
+    for _ in range(2):  # what is counted is kept
+        with nothing_waits("cpu"):
+            tokens, good = sample_on_device(logits, hidden, unread)
+        assert good.all()
+        assert tokens.tolist() == [sampled.token_id for sampled in Sampler()(logits, requests)]
+    for request, known in zip(hidden, requests, strict=True):
+        request.output_token_ids = [*known.output_token_ids, seen := request.seed % 20]
+        known.output_token_ids.append(seen)
+    assert sample_on_device(logits, hidden).token_ids.tolist() == [sampled.token_id for sampled in Sampler()(logits, requests)]
+
+
+def test_a_row_of_which_everything_is_forbidden_is_marked() -> None:
+    logits = talking_rows(2)
+    logits[:, 10:] = -torch.inf
+    requests = [talking_request(6, **ADJUSTED["min tokens"]), talking_request(1)]
+    assert sample_on_device(logits, requests).good.tolist() == [False, True]
+    assert [sampled.error_code for sampled in Sampler()(logits, requests)] == ["BATCH_FAILED", None]

@@ -154,7 +154,7 @@ def test_steps_that_need_the_host_run_between_those_that_do_not() -> None:
     def requests() -> list[Request]:
         return [
             make_request(0, max_tokens=25, **GREEDY),
-            make_request(1, max_tokens=8, repetition_penalty=1.3, **GREEDY),
+            make_request(1, max_tokens=8, repetition_penalty=1.3, **GREEDY),  # counts what steps of both kinds chose
             make_request(2, max_tokens=10, logprobs=3, **SAMPLED),
             make_request(3, max_tokens=12, min_tokens=4, **SAMPLED),
         ]
@@ -168,6 +168,26 @@ def test_steps_that_need_the_host_run_between_those_that_do_not() -> None:
         assert ours.token_id == expected.token_id
         assert ours.logprob == pytest.approx(expected.logprob, abs=1e-4)
         assert ours.top == pytest.approx(expected.top, abs=1e-4)
+
+
+def test_penalties_count_the_token_that_is_not_read_yet() -> None:
+    def requests() -> list[Request]:
+        return [
+            make_request(0, max_tokens=25, repetition_penalty=1.3, **GREEDY),
+            make_request(1, max_tokens=25, presence_penalty=1.0, frequency_penalty=0.8, **SAMPLED),
+            make_request(2, max_tokens=12, min_tokens=6, stop_token_ids=list(range(0, VOCAB_SIZE, 2)), **GREEDY),
+            make_request(3, max_tokens=20, logit_bias={5: 4.0, 6: 4.0}, frequency_penalty=2.0, **GREEDY),
+        ]
+
+    waiting, ahead = requests(), requests()
+    run(make_engine(run_ahead=False), waiting)
+    engine = make_engine(run_ahead=True)
+    for request in ahead:
+        engine.add(request)
+    engine.step()
+    assert [request.output_token_ids for request in ahead] == [[UNKNOWN_TOKEN]] * 4, "launched, not run"
+    run(engine, [])
+    assert texts(ahead) == texts(waiting)
 
 
 def test_preempted_requests_keep_their_tokens() -> None:

@@ -1,7 +1,7 @@
 """Chooses tokens without the host waiting for the device, so that the next step can be launched before they are read.
 
 The same rules as `sampler`, in a form without data-dependent shapes: every token of a row gets its noise, while `sampler` makes
-noise for few. What needs the host (penalties, grammars, log-probabilities) is left to `sampler`; see `is_device_sampled`.
+noise for few. What needs the host (grammars, log-probabilities) is left to `sampler`; see `is_device_sampled`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from producer.sampling import SamplingParams
 from worker.engine.filters import is_unfiltered
 from worker.engine.likely_tokens import LIKELY_NATS, MASS_BITS, SampledRows, as_mass
 from worker.engine.noise import TAIL_TOKEN, gumbel, row_key
-from worker.engine.penalties import adjusts
+from worker.engine.penalties import adjust_logits, adjusts
 from worker.engine.request import Request
 from worker.engine.sampler import MIN_TEMPERATURE
+from worker.engine.unread import UnreadTokens, to_device
 
 _MOST_SELECTED = 1024  # a larger top-k sorts the whole vocabulary, as does top-p alone
 
@@ -38,17 +39,24 @@ class DeviceTokens(NamedTuple):
 
 def is_device_sampled(request: Request) -> bool:
     """Whether `sample_on_device` chooses this request's next token as `sampler.Sampler` would."""
-    return request.grammar is None and request.params.logprobs is None and not adjusts(request)
+    return request.grammar is None and request.params.logprobs is None
 
 
-def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceTokens:
+def sample_on_device(logits: Tensor, requests: Sequence[Request], unread: UnreadTokens | None = None) -> DeviceTokens:
     """Choose the token at position ``num_tokens`` of each request; nothing is read from the device.
 
     Args:
         logits: ``[rows, vocab]``, any float dtype. Not written to.
         requests: one per row, each `is_device_sampled`.
+        unread: the last output tokens of those that end with `request.UNKNOWN_TOKEN`; penalties count them.
     """
     top, token_ids = logits.max(dim=-1)
+    good = torch.isfinite(top)
+    if any(map(adjusts, requests)):
+        logits = logits.to(torch.float32, copy=True)
+        adjust_logits(logits, requests, unread)
+        top, token_ids = logits.max(dim=-1)
+        good &= torch.isfinite(top)
     drawn = [row for row, request in enumerate(requests) if request.params.temperature >= MIN_TEMPERATURE]
     if drawn:
         index = to_device(drawn, torch.int64, logits.device)
@@ -57,13 +65,7 @@ def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceToken
         temperature = to_device([p.temperature for p in params], torch.float32, logits.device)
         keys = to_device([row_key(requests[row].seed, requests[row].num_tokens) for row in drawn], torch.int64, logits.device)
         token_ids = token_ids.index_copy(0, index, _draw(SampledRows(selected, top[index].float(), temperature, params), keys))
-    return DeviceTokens(token_ids, torch.isfinite(top))
-
-
-def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list as a tensor on the device; from pinned memory for CUDA, since a copy from other memory waits for the stream."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return DeviceTokens(token_ids, good)
 
 
 def _draw(rows: SampledRows, keys: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _step_bytes(self) -> int:
         """Most memory of a CUDA device that a full step takes beside weights and cache, including sampling but not attention."""
-        config, params = self._config, SamplingParams(top_p=0.5)
+        config, params = self._config, SamplingParams(top_p=0.5, presence_penalty=1.0)
         requests = [Request("sampled", [0], params, 1)] * config.max_batch_size
 
         def step() -> None:

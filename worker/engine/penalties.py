@@ -7,13 +7,16 @@ tokens come, so the cost of a step is that of the new tokens, not of the whole s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from producer.sampling import SamplingParams
-from worker.engine.request import Request
+from worker.engine.request import UNKNOWN_TOKEN, Request
+from worker.engine.unread import UnreadTokens, to_device
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]
@@ -54,13 +57,15 @@ class TokenCounts:
         return self._counts[: self._size]
 
     def catch_up(self, output_token_ids: Sequence[int]) -> None:
-        """Count the output tokens that came since the last call."""
+        """Count the output tokens that came since the last call, except one that is unread."""
         for token in output_token_ids[self._num_counted :]:
+            if token == UNKNOWN_TOKEN:
+                break
             index = self._index.setdefault(token, self._size)
             if index == self._size:
                 self._append(token)
             self._counts[index] += 1.0
-        self._num_counted = len(output_token_ids)
+            self._num_counted += 1
 
     def _append(self, token: int) -> None:
         if self._size == len(self._ids):
@@ -71,7 +76,7 @@ class TokenCounts:
         self._size += 1
 
 
-def adjust_logits(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+def adjust_logits(logits: Tensor, requests: Sequence[Request], unread: UnreadTokens | None = None) -> None:
     """Apply, in place: ``logit_bias``; then ``min_tokens``, which forbids every stop token; then the penalties.
 
     Bias before penalties is vLLM's order. The repetition penalty divides positive and multiplies negative logits of
@@ -79,20 +84,21 @@ def adjust_logits(logits: torch.Tensor, requests: Sequence[Request]) -> None:
 
     Args:
         logits: [rows, vocab] float32, row i of ``requests[i]``. Each row's result depends only on that row.
+        unread: tokens that count as well, though the host does not know them yet.
     """
     _add_bias(logits, requests)
     _forbid_stop_tokens(logits, requests)
-    _penalise(logits, [(row, request) for row, request in enumerate(requests) if penalises(request.params)])
+    _penalise(logits, [(row, request) for row, request in enumerate(requests) if penalises(request.params)], unread)
 
 
-def _add_bias(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+def _add_bias(logits: Tensor, requests: Sequence[Request]) -> None:
     biased = [(row * logits.shape[1] + token, bias) for row, r in enumerate(requests) for token, bias in r.params.logit_bias.items()]
     if biased:
-        index = torch.tensor([i for i, _ in biased], device=logits.device)
-        logits.view(-1)[index] += torch.tensor([b for _, b in biased], dtype=torch.float32, device=logits.device)
+        index = to_device([i for i, _ in biased], torch.int64, logits.device)
+        logits.view(-1)[index] += to_device([b for _, b in biased], torch.float32, logits.device)
 
 
-def _forbid_stop_tokens(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+def _forbid_stop_tokens(logits: Tensor, requests: Sequence[Request]) -> None:
     forbidden = [
         row * logits.shape[1] + token
         for row, r in enumerate(requests)
@@ -100,28 +106,66 @@ def _forbid_stop_tokens(logits: torch.Tensor, requests: Sequence[Request]) -> No
         for token in {*r.eos_token_ids, *r.params.stop_token_ids}
     ]
     if forbidden:
-        logits.view(-1)[torch.tensor(forbidden, device=logits.device)] = -torch.inf
+        logits.view(-1).index_fill_(0, to_device(forbidden, torch.int64, logits.device), -torch.inf)
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[tuple[int, Request]]) -> None:
-    if not rows:
+class _Counted(NamedTuple):
+    """Tokens to be penalised, one per entry.
+
+    Attributes:
+        place: of its request among those with penalties, int64.
+        token_ids: int64.
+        counts: float32, of the token in the output.
+    """
+
+    place: Tensor
+    token_ids: Tensor
+    counts: Tensor
+
+
+def _penalise(logits: Tensor, penalised: Sequence[tuple[int, Request]], unread: UnreadTokens | None) -> None:
+    if not penalised:
         return
-    counted = [_counts_of(request) for _, request in rows]
-    lengths = [len(counts.token_ids) for counts in counted]
-    index = _to(logits, np.concatenate([c.token_ids + row * logits.shape[1] for (row, _), c in zip(rows, counted, strict=True)]))
-    counts = _to(logits, np.concatenate([c.counts for c in counted]))
+    counted = _counted([request for _, request in penalised], logits.device)
+    if unread is not None:
+        counted = _count_unread(counted, [row for row, _ in penalised], unread)
 
-    def per_token(setting: Callable[[SamplingParams], float]) -> torch.Tensor:
-        values = np.array([setting(request.params) for _, request in rows], np.float32)
-        return _to(logits, np.repeat(values, lengths))
+    def per_token(setting: Callable[[SamplingParams], float]) -> Tensor:
+        return to_device([setting(request.params) for _, request in penalised], torch.float32, logits.device)[counted.place]
 
-    flat = logits.view(-1)
+    starts = to_device([row * logits.shape[1] for row, _ in penalised], torch.int64, logits.device)
+    flat, index = logits.view(-1), starts[counted.place] + counted.token_ids
     values = flat[index]
     repetition = per_token(lambda p: p.repetition_penalty)
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= counts * per_token(lambda p: p.frequency_penalty)
-    values -= (counts > 0) * per_token(lambda p: p.presence_penalty)
+    values -= counted.counts * per_token(lambda p: p.frequency_penalty)
+    values -= (counted.counts > 0) * per_token(lambda p: p.presence_penalty)
     flat[index] = values
+
+
+def _counted(requests: Sequence[Request], device: torch.device) -> _Counted:
+    """The tokens that the host knows."""
+    counts = [_counts_of(request) for request in requests]
+    place = np.repeat(np.arange(len(requests)), [len(c.token_ids) for c in counts])
+    token_ids = to_device(np.concatenate([c.token_ids for c in counts]), torch.int64, device)
+    numbers = to_device(np.concatenate([c.counts for c in counts]), torch.float32, device)
+    return _Counted(to_device(place, torch.int64, device), token_ids, numbers)
+
+
+def _count_unread(counted: _Counted, rows: Sequence[int], unread: UnreadTokens) -> _Counted:
+    """Count the unread tokens of these rows too, each as one more entry; a token that was known is then there twice, with equal counts."""
+    place_of, device = {row: place for place, row in enumerate(rows)}, unread.token_ids.device
+    known = [(place_of[row], i) for i, row in enumerate(unread.rows) if row in place_of]
+    if not known:
+        return counted
+    place = to_device([place for place, _ in known], torch.int64, device)
+    token_ids = unread.token_ids[to_device([i for _, i in known], torch.int64, device)]
+    last = torch.full((len(rows),), UNKNOWN_TOKEN, device=device).index_copy_(0, place, token_ids)
+    is_last = counted.token_ids == last[counted.place]
+    before = torch.zeros(len(rows), device=device).index_add_(0, counted.place, counted.counts * is_last)
+    added = _Counted(place, token_ids, before[place] + 1)
+    counted = counted._replace(counts=counted.counts + is_last)
+    return _Counted(*(torch.cat(pair) for pair in zip(counted, added, strict=True)))
 
 
 def _counts_of(request: Request) -> TokenCounts:
@@ -130,7 +174,3 @@ def _counts_of(request: Request) -> TokenCounts:
     counts: TokenCounts = request.token_counts
     counts.catch_up(request.output_token_ids)
     return counts
-
-
-def _to(logits: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(array).to(logits.device)

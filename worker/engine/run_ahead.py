@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from itertools import cycle
 
 import torch
-from torch import Tensor
 
-from worker.engine.device_sampler import DeviceTokens, is_device_sampled, sample_on_device, to_device
+from worker.engine.device_sampler import DeviceTokens, is_device_sampled, sample_on_device
 from worker.engine.input_batch import Forward, InputBatch
 from worker.engine.request import UNKNOWN_TOKEN, Request, RequestStatus
 from worker.engine.sampler import FAILED
 from worker.engine.step import Sampled, StepPlan
 from worker.engine.step_clock import StepClock
+from worker.engine.unread import UnreadTokens, to_device
 
 
 class Moment:
@@ -118,21 +118,23 @@ class RunAhead:
         requests = [chunks[i].request for i in sampled]
         ends = [inputs.token_starts[i + 1] - 1 for i in sampled]
         begun = Moment(inputs.input_ids.device)
-        _carry(behind, inputs.input_ids[0], requests, ends)
+        unread = _unread_tokens(behind, requests)
+        if unread is not None:
+            target = to_device([ends[row] for row in unread.rows], torch.int64, inputs.input_ids.device)
+            inputs.input_ids[0].index_copy_(0, target, unread.token_ids)
         self._clock.lap("inputs")
         logits = self._forward(inputs, to_device(ends, torch.int64, inputs.input_ids.device))
         self._clock.lap("model")
-        pending = PendingStep(plan, sampled, sample_on_device(logits, requests), begun, behind)
+        pending = PendingStep(plan, sampled, sample_on_device(logits, requests, unread), begun, behind)
         self._clock.lap("sample")
         return pending
 
 
-def _carry(behind: PendingStep | None, input_ids: Tensor, requests: Sequence[Request], ends: Sequence[int]) -> None:
-    """Put the previous step's unread tokens where ``input_ids`` [T] has `UNKNOWN_TOKEN`: at the ends of its requests."""
-    unknown = [(request, end) for request, end in zip(requests, ends, strict=True) if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]]
-    if not unknown:
-        return
+def _unread_tokens(behind: PendingStep | None, requests: Sequence[Request]) -> UnreadTokens | None:
+    """The previous step's tokens of the requests that have `UNKNOWN_TOKEN` in their place; None if there are none."""
+    rows = [row for row, request in enumerate(requests) if request.output_token_ids[-1:] == [UNKNOWN_TOKEN]]
+    if not rows:
+        return None
     assert behind is not None, "a token that nobody sampled"
-    rows = to_device([behind.row_of[request] for request, _ in unknown], torch.int64, input_ids.device)
-    target = to_device([end for _, end in unknown], torch.int64, input_ids.device)
-    input_ids.index_copy_(0, target, behind.token_ids[rows])
+    sampled = to_device([behind.row_of[requests[row]] for row in rows], torch.int64, behind.token_ids.device)
+    return UnreadTokens(rows, behind.token_ids[sampled])
