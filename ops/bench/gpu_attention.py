@@ -1,10 +1,10 @@
 """Times paged attention on a CUDA device: ours beside FlashInfer, FlashAttention and torch's SDPA, if installed.
 
-    python -m ops.bench.gpu_attention [--shape llama-8b] [--sweep] [--json out.json]
+    python -m ops.bench.gpu_attention [--shape llama-8b] [--sweep] [--json out.jsonl]
 
 Times are medians over graph replays, with the L2 cache cleared between them: device time, without launches. The floor beside them is
 the time for moving the bytes and computing at the rates of a copy and a matrix product on this device, which are measured first.
-SDPA gets keys and values already gathered, which a server would have to do.
+SDPA gets keys and values already gathered, which a server would have to do. A provider that fails is reported with its error.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from triton.testing import do_bench
@@ -42,8 +44,10 @@ BATCHES: dict[str, tuple[list[int], list[int]]] = {
     "8 chunks of 1k": ([1024] * 8, [1024] * 8),
     "64 decodes at 1k, chunk of 448 at 2k": ([1] * 64 + [448], [1024] * 64 + [2048]),
 }
-LINE = "{:13} {:37} {:23} {:>9} {:>9} {:>9}"
+LINE = "{:13} {:37} {:36} {:>9} {:>9} {:>9}"
 Run = Callable[[], object]
+Make = Callable[[], Run]
+"""Prepares what is timed; either may raise."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,26 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; ``floor_ms`` is the larger of the times for its bytes and its operations."""
+    """One measurement.
+
+    Attributes:
+        ms: None where the provider failed, and ``error`` says how.
+        floor_ms: the larger of the times for its bytes and its operations.
+    """
 
     shape: str
     batch: str
     provider: str
-    ms: float
+    ms: float | None
     floor_ms: float
+    error: str = ""
+
+    def __str__(self) -> str:
+        figures = ("-", f"{self.floor_ms:.4f}", self.error) if self.ms is None else self._figures(self.ms)
+        return LINE.format(self.shape, self.batch, self.provider, *figures)
+
+    def _figures(self, ms: float) -> tuple[str, str, str]:
+        return f"{ms:.4f}", f"{self.floor_ms:.4f}", f"{ms / self.floor_ms:.2f}"
 
 
 def main() -> None:
@@ -77,22 +94,26 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}: copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, matrix product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s\n")
     print(LINE.format("shape", "batch", "provider", "ms", "floor", "ms/floor"))
-    rows: list[Row] = []
-    for shape, batch in itertools.product(arguments.shape or SHAPES, BATCHES):
-        for row in measure(shape, batch, ceilings, sweep=arguments.sweep):
-            rows.append(row)
-            figures = f"{row.ms:.4f}", f"{row.floor_ms:.4f}", f"{row.ms / row.floor_ms:.2f}"
-            print(LINE.format(row.shape, row.batch, row.provider, *figures), flush=True)
-    if arguments.json:
-        found = {"device": name, "ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1))
+    with ExitStack() as stack:
+        file = stack.enter_context(arguments.json.open("w")) if arguments.json else None
+        _write(file, {"device": name, "ceilings": asdict(ceilings)})
+        for shape, batch in itertools.product(arguments.shape or SHAPES, BATCHES):
+            for row in measure(shape, batch, ceilings, sweep=arguments.sweep):
+                print(row, flush=True)
+                _write(file, asdict(row))
+
+
+def _write(file: IO[str] | None, line: dict[str, Any]) -> None:
+    """Write a JSON line at once, so that a later failure loses nothing."""
+    if file is not None:
+        print(json.dumps(line), file=file, flush=True)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", action="append", choices=SHAPES, help="only this one; may be repeated")
     parser.add_argument("--sweep", action="store_true", help="also time our kernels with other tiles")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write one JSON line per row to this file")
     return parser.parse_args()
 
 
@@ -112,10 +133,20 @@ def measure(shape: str, batch: str, ceilings: Ceilings, *, sweep: bool) -> Itera
     query_lens, seq_lens = BATCHES[batch]
     case = Case(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens), **SHAPES[shape])
     step = make_step(case, torch.bfloat16, "cuda")
-    triton_backend.attend(*step.arguments, **step.options)  # from here on the cache holds what the others read
+    _, key, value, k_cache, v_cache, meta = step.arguments
+    triton_backend.write_kv(key, value, k_cache, v_cache, meta.slot_mapping)  # from here on the cache holds all keys
     floor_ms = 1e3 * _floor_s(case, ceilings)
-    for provider, run in _providers(step, sweep=sweep):
-        yield Row(shape, batch, provider, _median_ms(_captured(run)), floor_ms)
+    for provider, make in _providers(step, sweep=sweep):
+        ms, error = timed(make)
+        yield Row(shape, batch, provider, ms, floor_ms, error)
+
+
+def timed(make: Make) -> tuple[float | None, str]:
+    """Milliseconds, or None and what failed."""
+    try:
+        return _median_ms(_captured(make())), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _floor_s(case: Case, ceilings: Ceilings) -> float:
@@ -125,40 +156,59 @@ def _floor_s(case: Case, ceilings: Ceilings) -> float:
     return max(num_bytes / ceilings.bytes_per_s, 2 * case.num_heads * width * keys_seen / ceilings.flops_per_s)
 
 
-def _providers(step: Step, *, sweep: bool) -> Iterator[tuple[str, Run]]:
+def _providers(step: Step, *, sweep: bool) -> Iterator[tuple[str, Make]]:
     query, key, value, k_cache, v_cache, meta = step.arguments
-    scale = step.options["scale"]
-    yield "ours", lambda: triton_backend.paged_attention(query, k_cache, v_cache, meta, scale=scale)
-    yield "ours, cache write alone", lambda: triton_backend.write_kv(key, value, k_cache, v_cache, meta.slot_mapping)
+
+    def ours() -> object:
+        return triton_backend.paged_attention(query, k_cache, v_cache, meta, scale=step.options["scale"])
+
+    yield "ours", lambda: ours
+    yield "ours, cache write alone", lambda: partial(triton_backend.write_kv, key, value, k_cache, v_cache, meta.slot_mapping)
     if sweep:
-        yield from _swept(lambda: triton_backend.paged_attention(query, k_cache, v_cache, meta, scale=scale))
+        for tiles in swept_tiles(has_chunks=max(step.case.query_lens) > 1):
+            name = " ".join(f"{part} {size}" for part, size in tiles.items()).replace("prefill_rows", "rows")
+            yield name, partial(_tiled, ours, tiles)
     if importlib.util.find_spec("flashinfer") is not None:
-        yield "flashinfer", _flashinfer(step)
+        yield "flashinfer", partial(_flashinfer, step)
     if importlib.util.find_spec("flash_attn") is not None:
-        yield "flash-attn", _flash_attn(step)
+        yield "flash-attn", partial(_flash_attn, step)
     if len({*zip(step.case.query_lens, step.case.seq_lens, strict=True)}) == 1:
-        yield "sdpa, gathered", _sdpa(step)
+        yield "sdpa, gathered", partial(_sdpa, step)
 
 
-def _swept(run: Run) -> Iterator[tuple[str, Run]]:
-    """Our kernels with tiles other than those of `choose_tiles`."""
+def swept_tiles(*, has_chunks: bool) -> list[dict[str, int]]:
+    """Tiles other than those of `choose_tiles`, as changes of `Tiles`; rows of chunks vary only if there are chunks."""
+    sizes: dict[str, tuple[int, ...]] = {"keys": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
+    if has_chunks:
+        sizes["prefill_rows"] = (32, 64, 128)
+    return [dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*sizes.values())]
+
+
+def _tiled(run: Run, changes: dict[str, int]) -> Run:
+    """The same with other tiles."""
+
+    def tiled() -> object:
+        with _other_tiles(changes):
+            return run()
+
+    return tiled
+
+
+@contextmanager
+def _other_tiles(changes: dict[str, int]) -> Iterator[None]:
     chosen = triton_backend.choose_tiles
-    for rows, keys, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
 
-        def other(*shape: Any, sizes: tuple[int, ...] = (rows, keys, warps, stages)) -> Any:
-            rows, keys, warps, stages = sizes
-            return replace(chosen(*shape), prefill_rows=max(rows, chosen(*shape).decode_rows), keys=keys, warps=warps, stages=stages)
+    def other(*shape: Any) -> triton_backend.Tiles:
+        tiles = replace(chosen(*shape), **changes)
+        return replace(tiles, prefill_rows=max(tiles.prefill_rows, tiles.decode_rows))
 
-        triton_backend.choose_tiles = other  # type: ignore[assignment]  # for this measurement
+    triton_backend.choose_tiles = other  # type: ignore[assignment]  # for this measurement
+    triton_backend._shape_and_tiles.cache_clear()
+    try:
+        yield
+    finally:
+        triton_backend.choose_tiles = chosen
         triton_backend._shape_and_tiles.cache_clear()
-        try:
-            run()
-            yield f"rows {rows} keys {keys} w{warps} s{stages}", run
-        except Exception as error:
-            print(f"  rows {rows} keys {keys} w{warps} s{stages}: {type(error).__name__}")
-        finally:
-            triton_backend.choose_tiles = chosen
-            triton_backend._shape_and_tiles.cache_clear()
 
 
 def _flashinfer(step: Step) -> Run:

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: ``pytest tests/gpu``. Without one, only those run whose logic can be tried on the CPU."""
+"""Tests that need a CUDA device: see `ops/bench/GPU.md`. Without one, only those run whose logic can be tried on the CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+torch.set_float32_matmul_precision("highest")  # no TF32, which NVIDIA's images turn on in the environment
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,14 @@ from worker.engine.attention import torch_backend
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LONG = 100_000
+IN_OTHER_DTYPES = (  # a compilation each: the interpreter has tried all cases in float32, and a dtype chooses tiles and instructions alone
+    "mixed",  # decodes and chunks, groups of two heads
+    "split chunks",  # both splits and their reduction, products over groups in one tile
+    "head size 256",  # the widest tiles: fewest keys, most warps
+    "narrower values",  # masked columns of keys and of values, not the same ones
+    "everything",  # window, soft cap and sinks over splits
+)
+DTYPED_CASES = [*product(CASES, [torch.bfloat16]), *product(IN_OTHER_DTYPES, [torch.float32, torch.float16])]
 
 
 def attend(step: Step) -> torch.Tensor:
@@ -28,13 +37,12 @@ def check(step: Step) -> None:
     assert relative_error(out, attention_by_definition(step)) < TOLERANCE[out.dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), DTYPED_CASES)
 def test_attention_is_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
     check(make_step(CASES[name], dtype, "cuda"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_OTHER_DTYPES)
 def test_the_reference_backend_agrees(name: str) -> None:
     step = make_step(CASES[name], torch.float32, "cuda")
     other = fresh(step)
@@ -43,7 +51,7 @@ def test_the_reference_backend_agrees(name: str) -> None:
         assert torch.equal(ours.nan_to_num(9e9), theirs.nan_to_num(9e9))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(9, 3, 64), (32, 8, 128), (8, 1, 256)])
 def test_random_batches(num_heads: int, num_kv_heads: int, dim: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -38,6 +38,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.2, "top_k": 40, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "min_tokens": 5},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {3: 1.0}},
 )
 WITHOUT_HOST = tuple(name for name, options in ARCHITECTURES.items() if EXPERTS.isdisjoint(options))
 """Whose decode steps must be captured; whether those of experts can be depends on the version of transformers."""

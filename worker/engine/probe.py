@@ -27,6 +27,8 @@ _LONGEST_WINDOW = 256  # the sequences are longer than windows up to this; the m
 SPLIT_TOKENS = 540  # of a sequence that attention kernels split, as they do one of three quarters of it; 64 blocks of 16 hold both
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _INT8_CACHE_TOLERANCE = 2e-1
+# What float32 products round as, by torch's setting: TF32 has as many digits as float16.
+_PRODUCTS_ROUND_AS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
 _QUANTILE = 0.75  # share of the rows that must agree: a router's near tie may go either way
 
 
@@ -68,7 +70,8 @@ def check_numbers(
         wanted = torch.tensor([row for part in rows for row in part], dtype=torch.int64, device=model.device)
         for chunk, logits in zip(chunks, forward(step, wanted).split([len(part) for part in rows]), strict=True):
             tails[chunk.request].append(logits)
-    tolerance = max(_TOLERANCE[model.dtype], _INT8_CACHE_TOLERANCE if int8_cache else 0.0)
+    dtype = _PRODUCTS_ROUND_AS[torch.get_float32_matmul_precision()] if model.dtype == torch.float32 else model.dtype
+    tolerance = max(_TOLERANCE[dtype], _INT8_CACHE_TOLERANCE if int8_cache else 0.0)
     for request, tail in tails.items():
         difference = _difference(torch.cat(tail), _own_logits(model, request))
         if not difference <= tolerance:  # so that NaN is refused too
