@@ -58,6 +58,11 @@ class EngineLimits(Protocol):
     def source_weights(self) -> Mapping[str, float]: ...
 
 
+def kernel_names(engine: EngineLike) -> str:
+    """What computes the engine's steps, in words: ``triton fused cuda_graphs``."""
+    return " ".join(name if value is True else str(value) for name, value in engine.kernels.items() if value)
+
+
 class EngineLike(Protocol):
     """An engine. Its own thread calls everything except `config`, `inputs`, `make_detokenizer` and the names: these are for others."""
 

@@ -15,6 +15,7 @@ from producer import __version__
 from producer.errors import Cancelled, DeadlineExceeded, InternalError
 from producer.keys import TIERS
 from worker.context import WorkerContext
+from worker.engine_api import kernel_names
 from worker.health import Wedge
 from worker.intake import Intake
 from worker.publisher import Publisher
@@ -191,6 +192,7 @@ class Keeper:
             "model": engine.model_name if engine is not None else "",
             "device": engine.device_name if engine is not None else "",
             "dtype": engine.dtype_name if engine is not None else "",
+            "kernels": kernel_names(engine) if engine is not None else "",
             "batch_size": stats.running_realtime + stats.running_batch,
             "max_batch_size": engine.config.max_batch_size if engine is not None else "",
             "waiting": stats.waiting_realtime + stats.waiting_batch + num_ahead,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from producer.load.callers import LoadCall
+if TYPE_CHECKING:  # its module needs redis; benchmarks, which use this one, do not
+    from producer.load.callers import LoadCall
 
 Cell = str | float
 Scale = Literal["linear", "log"]

@@ -1,11 +1,13 @@
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -19,7 +21,7 @@ from worker.bench.compare import EngineSpec, Results
 from worker.bench.drivers import headrace, loop
 from worker.bench.drivers.loop import drive
 from worker.bench.records import Run, StepRecord, throughput_ratio
-from worker.bench.workloads import BenchRequest
+from worker.bench.workloads import BenchRequest, Scenario
 
 
 @pytest.mark.parametrize(
@@ -175,8 +177,8 @@ def test_figures_are_those_of_the_records() -> None:
 
 def test_step_figures_are_weighted_by_time() -> None:
     steps = [
-        StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2, {"model": 0.9, "sample": 0.1}),
-        StepRecord(5.0, 3.0, 8, 1.0, 0.9, 0.0, {"model": 2.3, "sample": 0.7}),
+        StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2, {"model": 0.9, "sample": 0.1}, 36),
+        StepRecord(5.0, 3.0, 8, 1.0, 0.9, 0.0, {"model": 2.3, "sample": 0.7}, 8),
     ]
     assert (
         Run("x", [finished(0, 1.0, 5.0, 3)], steps).figures().items()
@@ -188,6 +190,7 @@ def test_step_figures_are_weighted_by_time() -> None:
             "kv_waste_mean": pytest.approx(0.05),
             "kv_waste_peak": 0.2,
             "idle_share": 0.2,
+            "mixed_share": 0.5,
             "model_share": pytest.approx(0.8),
             "sample_share": pytest.approx(0.2),
         }.items()
@@ -196,13 +199,13 @@ def test_step_figures_are_weighted_by_time() -> None:
 
 def test_what_an_engine_does_not_tell_is_left_out() -> None:
     whole_answers = Run("x", [finished(0, 3.0, 3.0, 5)], [StepRecord(1.0, 1.0, 4)])
-    assert not {"kv_usage_mean", "kv_waste_mean", "idle_share", "model_share", "itl_ms_p50"} & whole_answers.figures().keys()
+    assert not {"kv_usage_mean", "kv_waste_mean", "idle_share", "model_share", "mixed_share", "itl_ms_p50"} & whole_answers.figures().keys()
     assert "itl_ms_p50" not in Run("x", [finished(0, 1.0, 3.0, 5)]).figures(), "a mean over a request is no gap"
     assert "batch_size_mean" not in Run("x", [finished(0, 1.0, 3.0, 5)]).figures()
 
 
 def test_a_run_survives_the_way_from_its_driver() -> None:
-    run = Run("x", [finished(0, 1.0, 3.0, 5)], [StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2)])
+    run = Run("x", [finished(0, 1.0, 3.0, 5)], [StepRecord(1.0, 1.0, 4, 0.0, 0.5, 0.2)], "triton fused")
     assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
 
 
@@ -215,6 +218,7 @@ def test_ratio_is_taken_round_by_round() -> None:
     ours, theirs = ([Run("x", [finished(0, 1.0, last_s, 4)]) for last_s in seconds] for seconds in ((2.0, 4.0, 8.0), (4.0, 4.0, 4.0)))
     assert throughput_ratio(ours, theirs) == 1.0
     assert throughput_ratio(ours[:1], theirs[:1]) == 2.0
+    assert throughput_ratio(ours[:1], theirs) == 2.0, "of a round that one did not come to nothing is said"
 
 
 def test_the_batch_is_empty_while_nothing_runs() -> None:
@@ -268,6 +272,36 @@ def test_sweeps_are_drawn(tmp_path: Path, caps: Sequence[int], rates: Sequence[f
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def shown(found: Results) -> str:
+    console = Console(width=130, record=True, file=io.StringIO())
+    console.print(report.tables("title", found))
+    return " ".join(console.export_text().split())
+
+
+def test_the_kernels_that_served_are_shown_and_a_slow_one_is_told() -> None:
+    (runs,) = results((), ()).values()
+    served = {
+        name: [replace(run, kernels=kernels) for run in runs[name]] for name, kernels in (("told", "triton fused"), ("whole", "torch"))
+    }
+    found = dict.fromkeys(results((), ()), served)
+    assert "kernels of told: triton fused; kernels of whole: torch" in shown(found)
+    assert report.served_by_reference(found) == ["whole"]
+    assert report.to_json(found)[0]["engines"]["told"]["kernels"] == "triton fused"
+    assert "kernels" not in shown(results((), ()))
+
+
+@pytest.mark.parametrize(("caps", "rates"), SWEEPS)
+def test_what_was_measured_before_an_early_end_is_shown_and_drawn(tmp_path: Path, caps: Sequence[int], rates: Sequence[float]) -> None:
+    """In its second round the first engine has run the first scenario; in the first round the second one has not run the last."""
+    found = {scenario: dict(runs) for scenario, runs in results(caps, rates).items()}
+    first, *_, last = [*found, *found]
+    found[first]["whole"] = found[first]["whole"][:1]
+    found[last] = {"told": found[last]["told"][:1]}
+    assert "told" in shown(found)
+    draw("title", plots.panels(found), tmp_path / "plot.png")
+    assert "whole" not in report.to_json(found)[-1]["engines"]
+
+
 def test_the_engine_driver_tells_steps_and_kv_cache() -> None:
     requests = [BenchRequest(i, [1 + i] * 20, max_tokens) for i, max_tokens in enumerate((4, 9))]
     run = headrace.run(tiny_engine(num_blocks=8), requests)
@@ -275,7 +309,7 @@ def test_the_engine_driver_tells_steps_and_kv_cache() -> None:
     assert all(len(record.token_times_s) == record.num_output_tokens for record in run.records)
     assert [step.batch_size for step in run.steps] == [2] * 4 + [1] * 5
     assert max(step.kv_usage or 0.0 for step in run.steps) == 0.5
-    assert {"idle_share", "kv_waste_mean", "model_share"} <= run.figures().keys()
+    assert {"idle_share", "kv_waste_mean", "model_share", "mixed_share"} <= run.figures().keys()
 
 
 def test_a_request_that_fails_ends_the_run() -> None:
@@ -325,15 +359,22 @@ def test_engines_are_those_asked_for_in_their_order(
 def test_prefix_caches_are_on_for_the_prefixes_that_are_shared(monkeypatch: pytest.MonkeyPatch, workload: str, cached: bool) -> None:
     specs: list[EngineSpec] = []
 
-    def compare(given: Sequence[EngineSpec], *_: object, **__: object) -> Results:
+    def compare(given: Sequence[EngineSpec], *_: object, **__: object) -> Iterator[tuple[Scenario, Run]]:
         specs.extend(given)
-        return results((), ())
+        yield from ((scenario, run) for scenario, engines in results((), ()).items() for runs in engines.values() for run in runs)
 
     monkeypatch.setattr(cli, "compare", compare)
     done = CliRunner().invoke(cli.bench, ["--workload", workload, "--compare", "--vllm-python", sys.executable])
     assert done.exit_code == 0, done.stderr
     assert {spec.name: spec.settings["enable_prefix_caching"] for spec in specs} == dict.fromkeys(cli.ENGINES, cached)
     assert ("prefix caches on" in done.stdout) == cached
+
+
+def test_the_cache_is_two_gibibytes_on_a_cpu_and_a_tenth_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli._default_kv_memory() == 2 << 30
+    monkeypatch.setattr("worker.engine.model_loader.choose_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    assert cli._default_kv_memory() == 8 << 30
 
 
 def test_each_engine_gets_the_dtype_that_it_computes_fast_in(monkeypatch: pytest.MonkeyPatch) -> None:

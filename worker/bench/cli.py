@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from producer.cli.environment import REPEATABLE
+from producer.cli.group import INTERRUPTED
 from producer.errors import ModelUnavailable
 from producer.load.plots import can_draw, draw
 from worker.bench import plots, report, workloads
@@ -67,10 +70,8 @@ _SHARED_PREFIX = "shared-prefix"  # the workload that turns prefix caches on
 )
 @click.option(
     "--kv-memory",
-    default="2GiB",
-    show_default=True,
     type=ByteSize(),
-    help="Memory for the KV cache of each of headrace, queue, static, vllm.",
+    help="Memory for the KV cache of each of headrace, queue, static, vllm [default: a tenth of the GPU's, 2GiB on a CPU].",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of generated workloads and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
@@ -87,24 +88,31 @@ def bench(
 ) -> None:
     """Run a workload through one or several engines, in turn, on the same requests.
 
-    With several values of --output-cap or --rate the requests are run at each of them.
+    With several values of --output-cap or --rate the requests are run at each of them. If Ctrl-C, SIGTERM or a failing engine ends the
+    comparison early, the finished rounds are still shown.
     """
     names = _names(engines, compare_all, vllm_python)
     if plot_path is not None and not can_draw():
         raise click.UsageError("--plot needs matplotlib, which comes with headrace[demo]")
     scenarios = _scenarios(workload, options)
     options["enable_prefix_caching"] = workload == _SHARED_PREFIX
+    options["kv_memory"] = options["kv_memory"] or _default_kv_memory()
     specs = [_spec(name, options, vllm_python, scenarios) for name in names]
     console = Console(stderr=True, highlight=False)
-    results = _run(specs, scenarios, rounds, console)
+    results, failure = _run(specs, scenarios, rounds, console)
+    for name in report.served_by_reference(results):
+        console.print(f"[yellow]{name}: attention runs on the slow torch reference; the log above says why[/yellow]")
     title = _title(workload, options["count"], scenarios)
     if as_json:
-        click.echo(json.dumps({"workload": workload, "scenarios": report.to_json(results)}, indent=2))
-    else:
+        ended_by = failure.message if failure else None
+        click.echo(json.dumps({"workload": workload, "ended_by": ended_by, "scenarios": report.to_json(results)}, indent=2))
+    elif results:
         Console(width=None if sys.stdout.isatty() else 130).print(report.tables(title, results))
-    if plot_path is not None:
+    if plot_path is not None and results:
         draw(title, plots.panels(results), plot_path)
         console.print(f"plot: {plot_path}")
+    if failure is not None:
+        raise failure
 
 
 def _names(engines: tuple[str, ...], compare_all: bool, vllm_python: str | None) -> list[str]:
@@ -137,19 +145,49 @@ def _ordered(values: Iterable[Any]) -> list[Any]:
     return sorted(set(values))
 
 
-def _run(specs: Sequence[EngineSpec], scenarios: Sequence[Scenario], rounds: int, console: Console) -> Results:
-    with Progress(console=console, transient=True) as progress:
+class _Interrupted(click.ClickException):
+    exit_code = INTERRUPTED
+
+
+def _run(
+    specs: Sequence[EngineSpec], scenarios: Sequence[Scenario], rounds: int, console: Console
+) -> tuple[Results, click.ClickException | None]:
+    """The finished runs, and what ended the comparison early, if anything did."""
+    results: dict[Scenario, dict[str, list[Run]]] = {}
+    runs = compare(specs, scenarios, rounds=rounds, warmup=_warmup(scenarios[0].requests))
+    with Progress(console=console, transient=True) as progress, _sigterm_interrupts(), closing(runs):
         bar = progress.add_task("", total=rounds * len(specs) * len(scenarios))
-
-        def on_run(scenario: Scenario, run: Run) -> None:
-            progress.advance(bar)
-            name = ", ".join(filter(None, (run.engine, scenario.label)))
-            console.print(f"{name}: {run.output_tokens_per_s:.0f} output tok/s in {run.wall_s:.1f} s")
-
         try:
-            return compare(specs, scenarios, rounds=rounds, warmup=_warmup(scenarios[0].requests), on_run=on_run)
+            for scenario, run in runs:
+                results.setdefault(scenario, {}).setdefault(run.engine, []).append(run)
+                progress.advance(bar)
+                _tell(console, scenario, run)
         except RuntimeError as error:
-            raise click.ClickException(str(error)) from None
+            return results, click.ClickException(str(error))
+        except KeyboardInterrupt:
+            return results, _Interrupted("interrupted")
+    return results, None
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """The first SIGTERM acts as Ctrl-C; later ones are ignored, since `timeout` sends two."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is interrupt:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _tell(console: Console, scenario: Scenario, run: Run) -> None:
+    name = ", ".join(filter(None, (run.engine, scenario.label)))
+    console.print(f"{name}: {run.output_tokens_per_s:.0f} output tok/s in {run.wall_s:.1f} s")
 
 
 def _warmup(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
@@ -181,6 +219,16 @@ def _spec(name: str, options: Mapping[str, Any], vllm_python: str | None, scenar
             return EngineSpec(name, "vllm", _vllm_settings(options, scenarios), vllm_python)
     policy = "static" if name == "static" else "continuous"
     return EngineSpec(name, "headrace", {**ours, "kv_memory_bytes": options["kv_memory"], "policy": policy})
+
+
+def _default_kv_memory() -> int:
+    """In bytes; small enough that a few engines and their weights fit on one device."""
+    import torch
+
+    from worker.engine.model_loader import choose_device
+
+    device = choose_device("auto")
+    return torch.cuda.get_device_properties(device).total_memory // 10 if device.type == "cuda" else 2 << 30
 
 
 def _device_dtype(name: str) -> str:

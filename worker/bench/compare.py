@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +17,13 @@ from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest, Scenario
 
 Results = Mapping[Scenario, Mapping[str, Sequence[Run]]]
-"""A list of runs for each engine of each scenario, one per round; the others are compared with the first engine."""
+"""A list of runs for each engine of each scenario, one per round; the others are compared with the first engine. A comparison that ended
+early lacks the runs that it did not finish.
+"""
 
 _PROJECT = Path(__file__).parents[2]
 _END_S = 60.0
+_STOP_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +51,37 @@ class Driver:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.name = spec.name
-        environment = {**os.environ, "PYTHONPATH": str(_PROJECT)}
+        path = os.pathsep.join(filter(None, (str(_PROJECT), os.environ.get("PYTHONPATH"))))
         command = [spec.python, "-m", f"worker.bench.drivers.{spec.module}", json.dumps(dict(spec.settings))]
         self._process = subprocess.Popen(  # noqa: S603 - the interpreter is the operator's choice
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         )
-        self._read()
+        try:
+            self._read()
+        except BaseException:
+            self._stop()
+            raise
 
     def __enter__(self) -> Driver:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._stop()
 
-    def close(self) -> None:
-        """End the process by closing its input."""
+    def _stop(self) -> None:
+        """End the process during whatever it does; it ends what it has started."""
+        self._process.terminate()
+        self.close(_STOP_S)
+
+    def close(self, timeout_s: float = _END_S) -> None:
+        """End the process by closing its input; kill it if that takes longer than ``timeout_s``."""
         with suppress(BrokenPipeError):
             self._stdin.close()
         try:
-            self._process.wait(_END_S)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -100,25 +115,18 @@ class Driver:
 
 
 def compare(
-    specs: Sequence[EngineSpec],
-    scenarios: Sequence[Scenario],
-    *,
-    rounds: int,
-    warmup: Sequence[BenchRequest],
-    on_run: Callable[[Scenario, Run], None],
-) -> Results:
-    """Run every scenario through every engine ``rounds`` times, in turn; ``warmup`` goes through each engine first and is not counted.
+    specs: Sequence[EngineSpec], scenarios: Sequence[Scenario], *, rounds: int, warmup: Sequence[BenchRequest]
+) -> Generator[tuple[Scenario, Run], None, None]:
+    """Run every scenario through every engine ``rounds`` times, in turn, and yield each run when it is finished.
+
+    ``warmup`` goes through each engine first and is not counted.
 
     Raises:
         RuntimeError: an engine ended, or did not generate as many tokens as asked.
     """
-    results: dict[Scenario, dict[str, list[Run]]] = {scenario: {spec.name: [] for spec in specs} for scenario in scenarios}
     with ExitStack() as stack:
         drivers = [stack.enter_context(Driver(spec)) for spec in specs]
         for driver in drivers:
             driver.run(warmup)
         for _, scenario, driver in itertools.product(range(rounds), scenarios, drivers):
-            run = driver.run(scenario.requests)
-            results[scenario][driver.name].append(run)
-            on_run(scenario, run)
-    return results
+            yield scenario, driver.run(scenario.requests)

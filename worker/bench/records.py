@@ -25,6 +25,7 @@ class StepRecord:
         kv_usage: share of the KV cache's blocks that requests hold after it, 0..1.
         kv_waste: share of the token slots of these blocks that hold nothing, 0..1.
         phase_s: where the host's time went, by the names of `worker.engine.step_clock`.
+        num_tokens: computed in it: more than ``batch_size`` if it held a part of a prompt.
     """
 
     end_s: float
@@ -34,15 +35,22 @@ class StepRecord:
     kv_usage: float | None = None
     kv_waste: float | None = None
     phase_s: dict[str, float] | None = None
+    num_tokens: int | None = None
 
 
 @dataclass(slots=True)
 class Run:
-    """One pass of requests through one engine; ``steps`` is empty if the engine does not report them."""
+    """One pass of requests through one engine.
+
+    Attributes:
+        steps: empty if the engine does not report them.
+        kernels: what computed its steps, as `worker.engine_api.kernel_names` says; empty if the engine does not report it.
+    """
 
     engine: str
     records: list[RequestRecord]
     steps: list[StepRecord] = field(default_factory=list)
+    kernels: str = ""
 
     @property
     def wall_s(self) -> float:
@@ -79,12 +87,12 @@ class Run:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Run:
         records = [RequestRecord(**record) for record in data["records"]]
-        return cls(data["engine"], records, [StepRecord(**step) for step in data["steps"]])
+        return cls(data["engine"], records, [StepRecord(**step) for step in data["steps"]], data["kernels"])
 
 
 def step_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Means weighted by the steps' lengths, peaks, the share of the time in which the device idled although there was work, and each
-    phase's share of the steps.
+    """Means weighted by the steps' lengths, peaks, the share of the time in which the device idled although there was work, the share of
+    steps that held a part of a prompt, and each phase's share of the steps.
     """
     figures = _mean_and_peak("batch_size", [(step.seconds, step.batch_size) for step in steps])
     figures |= _mean_and_peak("kv_usage", [(step.seconds, step.kv_usage) for step in steps if step.kv_usage is not None])
@@ -92,6 +100,9 @@ def step_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
     idle_s = [step.idle_s for step in steps if step.idle_s is not None]
     if idle_s:
         figures["idle_share"] = sum(idle_s) / (sum(idle_s) + sum(step.seconds for step in steps))
+    with_chunk = [step.num_tokens > step.batch_size for step in steps if step.num_tokens is not None]
+    if with_chunk:
+        figures["mixed_share"] = sum(with_chunk) / len(with_chunk)
     return figures | _phase_shares([step.phase_s for step in steps if step.phase_s is not None])
 
 
@@ -118,5 +129,5 @@ def median_figures(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def throughput_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
-    """Median over rounds of one engine's output tokens/s against another's in the same round."""
-    return statistics.median(a.output_tokens_per_s / b.output_tokens_per_s for a, b in zip(runs, baseline, strict=True))
+    """Median, over the rounds that both finished, of one engine's output tokens/s against another's in the same round."""
+    return statistics.median(a.output_tokens_per_s / b.output_tokens_per_s for a, b in zip(runs, baseline, strict=False))

@@ -37,7 +37,10 @@ def tables(title: str, results: Results) -> Group:
     rows = [(scenario.label, name, figures) for scenario, runs in results.items() for name, figures in _figures(runs).items()]
     use = _table(_USE_COLUMNS, rows)
     use.title = title
-    use.caption = f"medians over the rounds; ratio: output tok/s against {rows[0][1]}, round by round; {_UNKNOWN}: not reported"
+    told = [f"; kernels of {engine}: {names}" for engine, names in _kernels(results).items()]
+    use.caption = f"medians over the rounds; ratio: output tok/s against {rows[0][1]}, round by round; {_UNKNOWN}: not reported" + "".join(
+        told
+    )
     latency = _table(_LATENCY_COLUMNS, rows)
     latency.caption = (
         "milliseconds; TTFT, E2E: from arrival to the first token (of queue: until its worker had it) and to the last; "
@@ -46,9 +49,19 @@ def tables(title: str, results: Results) -> Group:
     return Group(use, latency)
 
 
+def served_by_reference(results: Results) -> list[str]:
+    """The engines whose attention runs on the torch reference."""
+    return [engine for engine, names in _kernels(results).items() if "torch" in names.split()]
+
+
 def to_json(results: Results) -> list[dict[str, Any]]:
     """Each scenario with every run's figures and their medians."""
     return [{**_scenario(scenario), "engines": _engines(runs)} for scenario, runs in results.items()]
+
+
+def _kernels(results: Results) -> dict[str, str]:
+    """What computed the steps of each engine that reports it."""
+    return {engine: of_engine[-1].kernels for runs in results.values() for engine, of_engine in runs.items() if of_engine[-1].kernels}
 
 
 def _figures(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, float]]:
@@ -82,4 +95,7 @@ def _scenario(scenario: Scenario) -> dict[str, Any]:
 
 
 def _engines(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    return {name: {"median": figures, "rounds": [run.figures() for run in runs[name]]} for name, figures in _figures(runs).items()}
+    return {
+        name: {"kernels": runs[name][-1].kernels, "median": figures, "rounds": [run.figures() for run in runs[name]]}
+        for name, figures in _figures(runs).items()
+    }

@@ -6,16 +6,17 @@ import time
 from collections.abc import Iterator
 
 from producer.sampling import SamplingParams
-from worker.bench.drivers.loop import claim_stdout, drive, serve, settings
+from worker.bench.drivers.loop import begin, drive, serve
 from worker.bench.records import Run, StepRecord
 from worker.bench.workloads import BenchRequest
 from worker.engine.config import EngineConfig
 from worker.engine.engine import Engine
 from worker.engine.request import Request
+from worker.engine_api import kernel_names
 
 
 def main() -> None:
-    out, options = claim_stdout(), settings()
+    out, options = begin()
     engine = Engine(EngineConfig(**options))
     serve(out, lambda requests: run(engine, requests))
 
@@ -40,13 +41,14 @@ def run(engine: Engine, requests: list[BenchRequest]) -> Run:
             yield int(output.request.id), len(output.token_ids)
 
     records = drive(requests, lambda request: engine.add(_request(request)), step, engine.has_work)
-    return Run("headrace", records, steps)
+    return Run("headrace", records, steps, kernel_names(engine))
 
 
 def _step_record(engine: Engine, end_s: float) -> StepRecord:
     step, stats = engine.last_step, engine.stats()
     assert step is not None
-    return StepRecord(end_s, step.seconds, step.batch_size, step.idle_seconds, stats.kv_usage, stats.kv_waste, dict(step.phase_seconds))
+    kv = stats.kv_usage, stats.kv_waste
+    return StepRecord(end_s, step.seconds, step.batch_size, step.idle_seconds, *kv, dict(step.phase_seconds), step.num_tokens)
 
 
 def _request(request: BenchRequest) -> Request:

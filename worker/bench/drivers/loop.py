@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -15,17 +16,18 @@ from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 
 
-def settings() -> dict[str, Any]:
-    """The driver's settings: its one argument, a JSON object."""
-    loaded: dict[str, Any] = json.loads(sys.argv[1])
-    return loaded
+def begin() -> tuple[IO[str], dict[str, Any]]:
+    """Must be a driver's first call. Returns the stream for its answers, and its settings, which are its one argument as a JSON object.
 
-
-def claim_stdout() -> IO[str]:
-    """Reserve standard output for the protocol; call it before the engine loads: whatever the engine prints then goes to stderr."""
+    Standard output is reserved for the protocol: whatever the engine prints then goes to stderr. SIGTERM ends the driver cleanly at any
+    time; Ctrl-C, which a terminal sends to every process, is left to the benchmark.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return out
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    return out, settings
 
 
 def serve(out: IO[str], run: Callable[[list[BenchRequest]], Run]) -> None:

@@ -9,34 +9,38 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from producer.client import Client
 from producer.load.stats import RequestRecord
-from worker.bench.drivers.loop import claim_stdout, new_records, serve, settings
+from producer.status import read_status
+from worker.bench.drivers.loop import begin, new_records, serve
 from worker.bench.records import Run, StepRecord
 from worker.bench.workloads import BenchRequest
 from worker.embedded import embedded_queue
 
 
 def main() -> None:
-    out, options = claim_stdout(), settings()
+    out, options = begin()
     callers: int = options.pop("callers")
     with TemporaryDirectory(prefix="headrace-bench-") as folder:
         step_log = Path(folder, "steps.jsonl")
         flags = [flag for name, value in options.items() for flag in _flag(name.replace("_", "-"), value)]
         with (
-            embedded_queue("--log-level", "warning", "--step-log", str(step_log), *flags) as queue,
+            embedded_queue("--log-level", "warning", "--drain-seconds", "0", "--step-log", str(step_log), *flags) as queue,
             queue.client() as client,
-            ThreadPoolExecutor(callers) as pool,
+            ThreadPool(callers) as pool,  # does not join its threads, which may still wait for answers when the driver is stopped
         ):
-            serve(out, lambda requests: run(client, pool, step_log, requests))
+            (worker,) = read_status(client.redis, queue.queue).workers
+            kernels = worker.fields["kernels"]
+            serve(out, lambda requests: replace(run(client, pool, step_log, requests), kernels=kernels))
 
 
-def run(client: Client, pool: ThreadPoolExecutor, step_log: Path, requests: list[BenchRequest]) -> Run:
+def run(client: Client, pool: ThreadPool, step_log: Path, requests: list[BenchRequest]) -> Run:
     """Have the pool's threads send the requests and wait for the answers; the worker writes ``step_log``."""
     start_s, logged_bytes = time.time(), step_log.stat().st_size
     records = _call_all(client, pool, requests)
@@ -51,7 +55,7 @@ def _flag(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def _call_all(client: Client, pool: ThreadPoolExecutor, requests: list[BenchRequest]) -> list[RequestRecord]:
+def _call_all(client: Client, pool: ThreadPool, requests: list[BenchRequest]) -> list[RequestRecord]:
     records = new_records(requests)
     start_s = time.monotonic()
 
@@ -66,8 +70,8 @@ def _call_all(client: Client, pool: ThreadPoolExecutor, requests: list[BenchRequ
         record.finished_s = time.monotonic() - start_s
         record.num_output_tokens = result.usage.completion_tokens
 
-    for done in [pool.submit(call, request) for request in sorted(requests, key=lambda request: request.arrival_s)]:
-        done.result()
+    for _ in pool.imap_unordered(call, sorted(requests, key=lambda request: request.arrival_s)):
+        pass
     return list(records.values())
 
 
@@ -84,6 +88,7 @@ def _steps(log: IO[bytes], start_s: float) -> Iterator[StepRecord]:
                 kv_usage=step["kv_usage"],
                 kv_waste=step["kv_waste"],
                 phase_s={phase: milliseconds / 1000 for phase, milliseconds in step["phase_ms"].items()},
+                num_tokens=step["num_tokens"],
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from producer.load.stats import RequestRecord
-from worker.bench.drivers.loop import claim_stdout, in_batches, new_records, serve, settings
+from worker.bench.drivers.loop import begin, in_batches, new_records, serve
 from worker.bench.records import Run
 from worker.bench.workloads import BenchRequest
 from worker.engine.config import EngineConfig
@@ -19,7 +19,7 @@ _STATIC_BATCH = 32
 
 
 def main() -> None:
-    out, options = claim_stdout(), settings()
+    out, options = begin()
     mode, shares_prefixes = options.pop("mode"), options.pop("enable_prefix_caching")
     model = load_model(EngineConfig(**options)).model
     model.set_attn_implementation("sdpa")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from worker.bench.drivers.loop import claim_stdout, drive, serve, settings
+from worker.bench.drivers.loop import begin, drive, serve
 from worker.bench.records import Run, StepRecord
 from worker.bench.workloads import BenchRequest
 
@@ -14,7 +14,7 @@ from worker.bench.workloads import BenchRequest
 def main() -> None:
     from vllm import LLM  # type: ignore[import-not-found, unused-ignore]  # lives in an environment of its own
 
-    out, options = claim_stdout(), settings()
+    out, options = begin()
     engine = LLM(**options).llm_engine
     serve(out, lambda requests: _run(engine, requests))
 
