@@ -118,6 +118,7 @@ def test_a_file_may_be_converted_twice_at_once(gguf_file: Path, cache: Path) -> 
         found = set(pool.map(convert, range(2)))
     assert found == {str(path) for path in (cache / "models").iterdir()}
     assert load_model(EngineConfig(model=str(gguf_file))).vocab_size == len(TOKENS)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_broken_gguf_file_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:

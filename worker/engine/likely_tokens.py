@@ -127,7 +127,7 @@ def find_natively(lib: ctypes.CDLL, rows: SampledRows, floor: Tensor) -> LikelyT
     threads = torch.get_num_threads()
     lib.headrace_measure_likely_tokens(ctypes.byref(struct), threads)
     num_tokens, begin = int(count.sum()), count.cumsum(0) - count
-    token, logit, weight = torch.empty(num_tokens, dtype=torch.int64), torch.empty(num_tokens), torch.empty(num_tokens)
+    token, logit, weight = (torch.empty(num_tokens, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.float32))
     struct.begin, struct.tokens, struct.values, struct.weights = (tensor.data_ptr() for tensor in (begin, token, logit, weight))
     lib.headrace_list_likely_tokens(ctypes.byref(struct), threads)
     return LikelyTokens(torch.arange(num_rows).repeat_interleave(count), token, logit, as_mass(weight), count, as_mass(tail))

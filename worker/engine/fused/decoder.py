@@ -63,7 +63,7 @@ class FusedDecoder:
         self._packed = [_pack_layer(layer) for layer in structure.layers]
         self._head = pack_stacked([structure.head])
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._logits = torch.empty(0, structure.head.out_features)
+        self._logits = torch.empty(0, structure.head.out_features, dtype=torch.float32)
         self._phase_seconds = torch.zeros(len(PHASES), dtype=torch.float64)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, meta: StepMetadata, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class FusedDecoder:
         """
         num_logits = logits_rows.shape[0]
         if num_logits > self._logits.shape[0]:
-            self._logits = torch.empty(num_logits, self._logits.shape[1])
+            self._logits = self._logits.new_empty(num_logits, self._logits.shape[1])
         hidden = self._run(input_ids, positions, meta, logits_rows, logits=self._logits)
         return self._logits[:num_logits], hidden
 
