@@ -68,7 +68,7 @@ class Row:
     """One measurement.
 
     Attributes:
-        ms: None where the provider failed, and ``error`` says how.
+        ms: None if the provider failed; ``error`` then says how.
         floor_ms: the larger of the times for its bytes and its operations.
     """
 

@@ -1,9 +1,9 @@
-"""Writes a model of a known shape with random weights, for benchmarks on a machine that no model can be brought to.
+"""Writes a model of a known shape with random weights, for benchmarks on a machine to which no model can be brought.
 
     python -m ops.bench.random_model /tmp/llama-8b --like llama-8b
 
 A step takes as long as the real model's; the text means nothing. The weights are a function of the seed, the device and torch's version.
-Needs torch and transformers alone.
+Needs only torch and transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EOS = "</s>"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where to write it; made if it is not there")
+    parser.add_argument("folder", type=Path, help="where to write it; made if it is missing")
     parser.add_argument("--like", choices=SHAPES, default="smollm2-135m", help="whose shape it has (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     arguments = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def write_model(folder: Path, shape: dict[str, Any], seed: int = 0) -> None:
-    """Write configuration, weights in bfloat16, and a tokenizer; made on the GPU where there is one, which takes seconds."""
+    """Write configuration, weights in bfloat16, and a tokenizer; made on the GPU if there is one, which takes seconds."""
     special = {"bos_token_id": None, "eos_token_id": shape["vocab_size"] - 1, "pad_token_id": None}
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

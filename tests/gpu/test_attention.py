@@ -15,7 +15,7 @@ from worker.engine.attention import torch_backend
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LONG = 100_000
-IN_OTHER_DTYPES = (  # a compilation each: the interpreter has tried all cases in float32, and a dtype chooses tiles and instructions alone
+IN_OTHER_DTYPES = (  # one compilation each: the interpreter runs all cases in float32, and a dtype changes only tiles and instructions
     "mixed",  # decodes and chunks, groups of two heads
     "split chunks",  # both splits and their reduction, products over groups in one tile
     "head size 256",  # the widest tiles: fewest keys, most warps

@@ -46,7 +46,7 @@ def test_an_engine_that_cannot_start_is_named(tmp_path: Path) -> None:
 
 @contextmanager
 def benching(model: Path, *engines: str) -> Iterator[subprocess.Popen[str]]:
-    """A benchmark of more rounds than anybody waits for."""
+    """A benchmark of more rounds than the test waits for."""
     command = [sys.executable, "-m", "worker.bench.cli", "--model", str(model), "--workload", "shared-prefix", "--count", "2"]
     options = ["--output-cap", "2", "--rounds", "100000", "--kv-memory", "16MiB", "--json"]
     named = [word for engine in engines for word in ("--engine", engine)]
@@ -58,7 +58,7 @@ def benching(model: Path, *engines: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def await_rounds(process: subprocess.Popen[str], engine: str, count: int) -> None:
-    """Read on stderr that an engine has done so many rounds."""
+    """Wait until stderr says that an engine has done so many rounds."""
     assert process.stderr is not None
     seen: list[str] = []
     while sum(line.startswith(f"{engine}, ") for line in seen) < count:

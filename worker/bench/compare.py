@@ -72,7 +72,7 @@ class Driver:
             self._stop()
 
     def _stop(self) -> None:
-        """End the process during whatever it does; it ends what it has started."""
+        """End the process, whatever it is doing; it ends what it has started."""
         self._process.terminate()
         self.close(_STOP_S)
 

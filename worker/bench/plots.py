@@ -37,7 +37,7 @@ def _lines(results: Results, x_of: Callable[[Scenario], float], name_of: Callabl
     for dash, name in enumerate(dict.fromkeys(map(name_of, results))):
         column = {x_of(scenario): runs for scenario, runs in results.items() if name_of(scenario) == name}
         for color, engine in enumerate(next(iter(column.values()))):
-            runs_at = {x: runs[engine] for x, runs in column.items() if engine in runs}  # one that ended early is not everywhere
+            runs_at = {x: runs[engine] for x, runs in column.items() if engine in runs}  # an engine that ended early has not run everywhere
             medians = [_median_tokens_per_s(runs) for runs in runs_at.values()]
             lines.append(Series(_join(engine, name), list(runs_at), medians, "line", color, dash))
             rounds = [(x, run.output_tokens_per_s) for x, runs in runs_at.items() for run in runs]

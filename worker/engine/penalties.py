@@ -84,7 +84,7 @@ def adjust_logits(logits: Tensor, requests: Sequence[Request], unread: UnreadTok
 
     Args:
         logits: [rows, vocab] float32, row i of ``requests[i]``. Each row's result depends only on that row.
-        unread: tokens that count as well, though the host does not know them yet.
+        unread: tokens that count too, although the host does not know them yet.
     """
     _add_bias(logits, requests)
     _forbid_stop_tokens(logits, requests)
@@ -153,7 +153,7 @@ def _counted(requests: Sequence[Request], device: torch.device) -> _Counted:
 
 
 def _count_unread(counted: _Counted, rows: Sequence[int], unread: UnreadTokens) -> _Counted:
-    """Count the unread tokens of these rows too, each as one more entry; a token that was known is then there twice, with equal counts."""
+    """Count these rows' unread tokens too, each as one more entry; a known token is then there twice, with equal counts."""
     place_of, device = {row: place for place, row in enumerate(rows)}, unread.token_ids.device
     known = [(place_of[row], i) for i, row in enumerate(unread.rows) if row in place_of]
     if not known:

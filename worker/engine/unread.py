@@ -22,6 +22,6 @@ class UnreadTokens(NamedTuple):
 
 
 def to_device(values: Sequence[float] | Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list or an array as a tensor on the device; from pinned memory for CUDA, since a copy from any other waits for the stream."""
+    """A list or an array as a tensor on the device; from pinned memory for CUDA, since a copy from other memory waits for the stream."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
