@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,7 @@ from worker.bench.cli import bench
 FOLDER = Path(__file__).parents[2] / "ops" / "bench"
 PAGE = (FOLDER / "README.md").read_text()
 COMMANDS = re.findall(r"^    ((?:headrace bench|python -m) .*)$", PAGE, re.MULTILINE)
+GPU_PAGE = (FOLDER / "GPU.md").read_text()
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("headrace bench")])
@@ -31,6 +33,22 @@ def test_programs_of_the_page_have_the_options_it_gives_them(command: str) -> No
     module, *arguments = shlex.split(command)[2:]
     text = Path(FOLDER.parents[1], *module.split(".")).with_suffix(".py").read_text()
     assert [word for word in arguments if word.startswith("--") and f'"{word}"' not in text] == []
+
+
+@pytest.mark.parametrize("arguments", re.findall(r"python3 -m worker\.bench\.cli (.*)", GPU_PAGE))
+def test_benchmarks_of_the_gpu_page_are_understood(arguments: str) -> None:
+    bench.make_context("bench", shlex.split(arguments))
+
+
+@pytest.mark.parametrize(("program", "arguments"), re.findall(r"python3 -m ops\.bench\.(\w+) (.*)", GPU_PAGE))
+def test_programs_of_the_gpu_page_have_the_options_it_gives_them(program: str, arguments: str) -> None:
+    text = (FOLDER / f"{program}.py").read_text()
+    assert [word for word in shlex.split(arguments) if word.startswith("--") and f'"{word}"' not in text] == []
+
+
+def test_tests_of_the_gpu_page_are_there() -> None:
+    named = set(re.findall(r"tests/gpu/\w+\.py", GPU_PAGE))
+    assert {str(path.relative_to(FOLDER.parents[1])) for path in FOLDER.parents[1].glob("tests/gpu/test_*.py")} == named
 
 
 def test_every_program_is_on_the_page() -> None:
@@ -73,3 +91,29 @@ def test_growth_is_shown_and_drawn(measured: growth.Growth, tmp_path: Path) -> N
     draw("growth", growth.panels(measured), tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(growth.to_json(measured)))["batches"][0]["tokens_per_s"] == measured.batches[0].tokens_per_s
+
+
+@pytest.fixture
+def gpu_attention() -> Any:
+    pytest.importorskip("triton")
+    from ops.bench import gpu_attention
+
+    return gpu_attention
+
+
+def test_an_attention_kernel_that_fails_is_timed_as_failed(gpu_attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> object:
+        raise RuntimeError("no kernel\nat all")
+
+    monkeypatch.setattr(gpu_attention, "_captured", lambda run: run)
+    monkeypatch.setattr(gpu_attention, "_median_ms", lambda run: run() or 0.5)
+    assert gpu_attention.timed(lambda: lambda: None) == (0.5, "")
+    for make in (fails, lambda: fails):
+        assert gpu_attention.timed(make) == (None, "RuntimeError: no kernel")
+    row = gpu_attention.Row("llama-8b", "1 decode at 1k", "other", None, 0.1, "RuntimeError: no kernel")
+    assert str(row).endswith("RuntimeError: no kernel")
+
+
+def test_the_sweep_varies_the_rows_of_chunks_only_if_there_are_chunks(gpu_attention: Any) -> None:
+    assert len(gpu_attention.swept_tiles(has_chunks=True)) == 3 * len(gpu_attention.swept_tiles(has_chunks=False))
+    assert all("prefill_rows" not in tiles for tiles in gpu_attention.swept_tiles(has_chunks=False))
