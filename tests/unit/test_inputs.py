@@ -14,7 +14,7 @@ from producer.errors import ContextLengthExceeded, InvalidRequest, ModelUnavaila
 from producer.sampling import SamplingParams
 from producer.wire import Choice, GenerateRequest, Usage
 from tests.tiny_engine import byte_tokenizer
-from worker.engine.inputs import InputProcessor, ModelLimits
+from worker.engine.inputs import InputProcessor, ModelLimits, _fingerprint
 from worker.engine.model_loader import local_model_path
 from worker.engine.output_collector import OutputCollector
 from worker.engine.request import Request
@@ -86,6 +86,10 @@ def test_vocabularies_are_told_apart_by_what_their_ids_mean(inputs: InputProcess
         other.check_resumable([1, 2], other.vocabulary)
         with pytest.raises(ModelUnavailable, match="another vocabulary"):
             other.check_resumable([1, 2], inputs.vocabulary)
+
+
+def test_fingerprint_does_not_depend_on_the_order_in_which_a_tokenizer_gives_its_vocabulary() -> None:
+    assert _fingerprint({"a": 0, "b": 1, "c": 1}) == _fingerprint({"c": 1, "b": 1, "a": 0})
 
 
 def with_template(tokenizer: Any, template: str | None) -> InputProcessor:

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -247,8 +246,8 @@ def _hash(text: str) -> int:
 
 
 def _fingerprint(ids: Mapping[str, int]) -> str:
-    """128 bits of a hash of the tokens in the order of their ids."""
-    ordered = sorted(ids.items(), key=itemgetter(1))
+    """128 bits of a hash of the tokens in the order of their ids, of which several may have one."""
+    ordered = sorted((token_id, token) for token, token_id in ids.items())
     return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()[:32]
 
 
