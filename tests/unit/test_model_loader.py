@@ -23,6 +23,7 @@ from worker.engine.attention import interface
 from worker.engine.config import EngineConfig
 from worker.engine.model_loader import check_model, choose_device, choose_dtype, load_model, local_model_path, prepare_model, runs_natively
 from worker.engine.quantization import Int8Linear
+from worker.engine.text_decoder import Vocabulary
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -92,6 +93,7 @@ def test_a_gguf_file_is_converted_quietly_once_and_found_again(gguf_file: Path, 
     assert capfd.readouterr() == ("", "")
     assert (loaded.name, loaded.max_model_len, loaded.vocab_size) == ("tiny", 64, len(TOKENS))
     assert loaded.eos_token_ids == {END}
+    assert Vocabulary(loaded.tokenizer).is_byte_level, "whatever the version of transformers puts before its decoder"
     assert loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<user>Hi"
     assert loaded.tokenizer.decode(loaded.tokenizer("Grüße")["input_ids"]) == "Grüße"
     (made,) = (cache / "models").iterdir()

