@@ -266,7 +266,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _decode_bytes_alone(tokenizer: Any) -> None:
-    """Give a byte-level tokenizer the decoder of one: transformers 5.17 puts SentencePiece's before it, and grammars then misread tokens."""
+    """Give a byte-level tokenizer its own decoder: transformers 5.17 puts SentencePiece's before it, and grammars misread tokens then."""
     from tokenizers.decoders import ByteLevel
 
     backend = tokenizer.backend_tokenizer
