@@ -68,7 +68,7 @@ class ReplyFold:
         return self._remainder(codec.decode_result(frame)) if self._streaming and frame.type == "final" else None
 
     def _next(self, chunk: Chunk) -> Chunk | None:
-        """``chunk`` if it continues where the last one ended, else None: the final frame fills in what is repeated or skipped."""
+        """``chunk`` if it continues where the last one ended, else None: a repeated one is dropped, and the final frame fills a gap."""
         if chunk.index != self._num_tokens or not chunk.token_ids:
             return None
         self._num_tokens += len(chunk.token_ids)

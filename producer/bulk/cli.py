@@ -46,7 +46,7 @@ def bulk() -> None:
     "--output", required=True, type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Answers, one JSON line each."
 )
 @click.option("--errors", type=click.Path(dir_okay=False, resolve_path=True, path_type=Path), help="Failures [default: beside the output].")
-@click.option("--id", "job_id", help="The job's id; a known one is not run again, and is refused for another job.")
+@click.option("--id", "job_id", help="The job's id [default: a new one]; a known one is not run again, and refused for another job.")
 @click.option("--window", default=256, show_default=True, type=click.IntRange(1), help="Most requests on the queue at once.")
 @click.option("--order", default="input", show_default=True, type=click.Choice(ORDERS), help="Order of the answers.")
 @click.option("--retries", default=3, show_default=True, type=click.IntRange(0), help="How often to retry a line after a retryable error.")
