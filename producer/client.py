@@ -37,8 +37,9 @@ class Client(ClientCore):
     def submit_and_wait(self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[RequestOptions]) -> Result:
         """Run one request and return its result.
 
-        A request whose caller times out or is interrupted (Ctrl-C) is cancelled, unless its id was known and another call put it.
-        If cancelling fails, it ends by itself soon after, because the timeout is also its deadline unless ``deadline_s`` gives one.
+        A request whose caller times out or is interrupted (Ctrl-C) is cancelled. One with a given ``id`` is cancelled only if Redis
+        has said that this call put it. What is not cancelled ends by itself soon after, because the timeout is also its deadline
+        unless ``deadline_s`` gives one.
 
         Args:
             timeout: seconds in all, including trouble with Redis; None waits as long as it takes.

@@ -104,7 +104,8 @@ class ClientCore:
     def _answer_call(self, wanted: Wanted, patience: Patience, traced: Traced) -> Call[Result]:
         """A request whose caller gives up, times out or is interrupted is cancelled before the error is raised.
 
-        A request that another call put is not cancelled: its caller may have more time.
+        A request that another call put is not cancelled: its caller may have more time. One with a given id may be another's
+        until the reply to the enqueue says that it is new.
         """
         ticket = None
         try:
@@ -113,7 +114,7 @@ class ClientCore:
         except (GeneratorExit, RedisUnavailable, QueueFull, InvalidRequest):
             raise
         except BaseException:
-            if ticket is None or (ticket.is_new and not ticket.finished):
+            if wanted.generated_id if ticket is None else ticket.is_new and not ticket.finished:
                 with suppress(HeadraceError):
                     yield from self._abandon_call(wanted.request.id)
             raise

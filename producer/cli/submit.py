@@ -233,14 +233,15 @@ class _Run:
     def _submit(self, number: int, prompt: str, given_id: str | None) -> _Asked:
         request_id = given_id or new_id()
         content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
-        self._in_flight[request_id] = None  # before it is put: a cancellation may come first
+        if given_id is None:
+            self._in_flight[request_id] = None  # before it is put: a cancellation may come first
         asked_s = time.monotonic()
         try:
             handle = self._client.submit(**content, id=request_id, **self._options)
         except HeadraceError as error:
             return _Asked(number, request_id, error, asked_s)
-        if given_id and not handle.is_new:
-            del self._in_flight[request_id]  # another caller's, who may have more time
+        if given_id and handle.is_new:  # otherwise it is another caller's, who may have more time
+            self._in_flight[request_id] = None
         return _Asked(number, request_id, handle, asked_s)
 
     def _cancel_all(self) -> None:

@@ -17,6 +17,7 @@ import pytest
 from producer import BatchFailed, Client, InvalidRequest
 from producer.keys import GROUP, Keys
 from producer.status import read_status
+from tests.proxy import Proxy
 from tests.responder import Responder, Taken, echo
 from tests.servers import Server, free_port
 from tests.workers import eventually
@@ -196,6 +197,20 @@ def test_known_request_is_left_to_whoever_put_it(shell: Shell, client: Client, h
             run.communicate(timeout=T_S)
         assert run.returncode == 130
     assert handle.status() == "queued"
+
+
+def test_known_request_is_left_to_whoever_put_it_by_a_ctrl_c_before_redis_said_that_it_is_known(
+    client: Client, server: Server, queue: str
+) -> None:
+    handle = client.submit("hi", id="x1")
+    with Proxy(server.port).running() as proxy:
+        proxy.delay_s = 0.5
+        with Shell(proxy.url, queue).start("submit", "hi", "--id", "x1") as run:
+            eventually(lambda: any(item["cmd"] == "evalsha" for item in client.redis.client_list()), "the reply is on its way")
+            run.send_signal(signal.SIGINT)
+            proxy.delay_s = 0.0
+            run.communicate(timeout=T_S)
+    assert (run.returncode, handle.status()) == (130, "queued")
 
 
 def test_answered_error_is_told(shell: Shell, respond: Callable[..., Responder]) -> None:

@@ -98,23 +98,45 @@ async def test_submit_and_wait_that_times_out_cancels_its_request(client: AsyncC
     assert await client.get(raised.value.request_id).status() == "cancelled"
 
 
+async def await_blocked(client: AsyncClient) -> None:
+    """Until a caller blocks on its reply."""
+    while not any("b" in item["flags"] for item in await client.redis.client_list()):
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("how", ["timeout", "cancelled"])
 async def test_caller_of_a_known_id_that_gives_up_leaves_the_request_to_whoever_put_it(client: AsyncClient, how: str) -> None:
     handle = await client.submit("hi", id="order-7")
     call = asyncio.create_task(client.submit_and_wait("hi", id="order-7", timeout=0.2 if how == "timeout" else T_S))
     if how == "cancelled":
-        while not any("b" in item["flags"] for item in await client.redis.client_list()):  # it blocks on the reply
-            await asyncio.sleep(0.01)
+        await await_blocked(client)
         call.cancel()
     with pytest.raises(WaitTimeout if how == "timeout" else asyncio.CancelledError):
         await call
     assert (handle.is_new, await handle.status()) == (True, "queued")
 
 
+async def test_caller_of_a_known_id_that_gives_up_before_it_hears_that_it_is_known_leaves_the_request_to_whoever_put_it(
+    server: Server, queue: str
+) -> None:
+    async with AsyncClient(server.url, queue) as client:
+        handle = await client.submit("hi", id="order-7")
+        with Proxy(server.port).running() as proxy:
+            async with AsyncClient(proxy.url, queue) as another:
+                proxy.delay_s = 0.5
+                call = asyncio.create_task(another.submit_and_wait("hi", id="order-7", timeout=T_S))
+                while not any(item["cmd"] == "evalsha" for item in await client.redis.client_list()):  # its reply is on the way
+                    await asyncio.sleep(0.01)
+                call.cancel()
+                proxy.delay_s = 0.0
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+        assert await handle.status() == "queued"
+
+
 async def test_cancelled_task_cancels_its_request(client: AsyncClient) -> None:
     waiting = asyncio.create_task(client.submit_and_wait("hi", id="x1"))
-    while await client.get("x1").status() == "unknown":
-        await asyncio.sleep(0.01)
+    await await_blocked(client)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -124,14 +146,15 @@ async def test_cancelled_task_cancels_its_request(client: AsyncClient) -> None:
 async def test_cancel_is_heard_whatever_the_task_is_about_to_do(client: AsyncClient) -> None:
     """Python 3.11's `asyncio.wait_for`, which redis-py sends by, swallows a cancel that comes as it is done."""
     for num_turns in range(60):
-        waiting = asyncio.create_task(client.submit_and_wait("hi", id=f"x{num_turns}"))
+        waiting = asyncio.create_task(client.submit_and_wait("hi"))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         waiting.cancel()
         _, unheard = await asyncio.wait({waiting}, timeout=T_S)
         assert not unheard
         assert waiting.cancelled()
-    assert {await client.get(f"x{i}").status() for i in range(60)} <= {"unknown", "cancelled"}
+    put = [fields[b"id"].decode() for _, fields in await client.redis.xrange(client.keys.stream("realtime"))]
+    assert {await client.get(request_id).status() for request_id in put} == {"cancelled"}
 
 
 async def test_task_cancelled_in_result_leaves_the_request_running(client: AsyncClient) -> None:

@@ -87,15 +87,15 @@ def test_submit_and_wait_gives_the_request_a_deadline(client: Client, keys: Keys
 def test_interrupted_submit_and_wait_cancels_its_request(any_server: Server, queue: str, respond: Callable[..., Responder]) -> None:
     held = Held()
     respond(held)
-    code = f"from producer import Client; Client({any_server.url!r}, {queue!r}).submit_and_wait('hi', id='x1')"
+    code = f"from producer import Client; Client({any_server.url!r}, {queue!r}).submit_and_wait('hi')"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as caller:
-        held.next()
+        request_id = held.next().request.id
         caller.send_signal(signal.SIGINT)
         _, stderr = caller.communicate(timeout=T_S)
     assert stderr.rstrip().endswith("KeyboardInterrupt")
     with Client(any_server.url, queue) as client:
-        assert client.redis.hget(client.keys.state("x1"), "cancel") == b"1"
-        assert [fields for _, fields in entries(client.redis, client.keys.control)] == [{b"op": b"cancel", b"id": b"x1"}]
+        assert client.redis.hget(client.keys.state(request_id), "cancel") == b"1"
+        assert [fields for _, fields in entries(client.redis, client.keys.control)] == [{b"op": b"cancel", b"id": request_id.encode()}]
 
 
 def test_cancel_of_a_queued_request_answers_it_at_once(client: Client, keys: Keys, respond: Callable[..., Responder]) -> None:
