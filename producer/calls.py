@@ -92,7 +92,8 @@ class Ticket:
 
     Attributes:
         submission: None for a request that this client did not put.
-        is_new: this call put it. If not, its id was known, and the client that put it may be waiting for it.
+        is_new: this call put it. If not, its id was known, and the client that put it may be waiting for it: another one, or
+            this one, if the reply to its first try was lost.
         deadline: absolute, as the enqueue script returned it ('' for none); None if it did not.
         refused: why the request was not accepted (`Client.submit_many`).
         alive_s: monotonic time of the last sign that Redis knows the request.

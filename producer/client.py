@@ -38,8 +38,8 @@ class Client(ClientCore):
         """Run one request and return its result.
 
         A request whose caller times out or is interrupted (Ctrl-C) is cancelled. One with a given ``id`` is cancelled only if Redis
-        has said that this call put it. What is not cancelled ends by itself soon after, because the timeout is also its deadline
-        unless ``deadline_s`` gives one.
+        has said that this call put it, which it does not if the first reply was lost and the request was sent again. What is not
+        cancelled ends by itself soon after, because the timeout is also its deadline unless ``deadline_s`` gives one.
 
         Args:
             timeout: seconds in all, including trouble with Redis; None waits as long as it takes.

@@ -150,7 +150,10 @@ class HandleCore(Generic[C]):
 
     @property
     def is_new(self) -> bool:
-        """Whether the call that returned this handle put the request; False if its id was known already."""
+        """Whether the call that returned this handle put the request; False if its given id was known already.
+
+        It was known, too, if this call put the request, the reply was lost, and the call was sent again.
+        """
         return self._ticket.is_new
 
     def __repr__(self) -> str:

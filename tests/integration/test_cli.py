@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from producer import BatchFailed, Client, InvalidRequest
+from producer.core import DEADLINE_GRACE_S
 from producer.keys import GROUP, Keys
 from producer.status import read_status
 from tests.proxy import Proxy
@@ -183,6 +184,14 @@ def test_errors_have_a_message_and_an_exit_code(shell: Shell, args: tuple[str, .
 def test_timed_out_request_is_cancelled(shell: Shell, client: Client) -> None:
     shell("submit", "hi", "--id", "x1", "--timeout", "0.1")
     assert client.get("x1").status() == "cancelled"
+
+
+def test_timeout_is_the_deadline_of_a_request_that_is_left(shell: Shell, respond: Callable[..., Responder]) -> None:
+    responder = respond()
+    shell("submit", "hi", "--id", "x1", "--timeout", f"{T_S}")
+    shell("submit", "hi", "--id", "x2")
+    lifetimes = [r.deadline_ms and r.enqueued_ms and r.deadline_ms - r.enqueued_ms for r in responder.seen]
+    assert lifetimes == [(T_S + DEADLINE_GRACE_S) * 1000, None]
 
 
 @pytest.mark.parametrize("how", ["timeout", "ctrl-c"])

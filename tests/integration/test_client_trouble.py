@@ -101,6 +101,15 @@ def test_lost_reply_to_an_enqueue_neither_runs_nor_answers_twice(server: Server,
         assert [request.prompt for request in responder.seen] == [f"prompt {i}" for i in range(5)]
 
 
+def test_request_with_a_given_id_counts_as_known_if_the_first_reply_was_lost(server: Server, queue: str) -> None:
+    with Proxy(server.port).running() as proxy, Client(proxy.url, queue) as client:
+        client.get("warm-up").status()
+        for options, is_new in (({}, True), ({"id": "x1"}, False)):
+            proxy.cut_replies = 1
+            assert client.submit("hi", **options).is_new == is_new
+        assert client.submit("hi", id="x2").is_new
+
+
 def test_submit_waits_for_a_server_that_is_starting(queue: str) -> None:
     server = Server(port=free_port())
     with Client(server.url, queue, patience_s=T_S) as client, in_thread(client.submit, "hi") as handle, server:
