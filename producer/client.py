@@ -178,7 +178,8 @@ class Handle(HandleCore[Client]):
 
         Returns:
             ``cancelled`` if it had not started, ``cancelling`` if a worker runs it, ``finished`` if it had ended already,
-            ``unknown`` if no request has the id yet: one that is put under it will be refused.
+            ``unknown`` if Redis has no state for the id. A request with it that was put by a bare XADD and still waits is cancelled
+            when a worker takes it; one that is put within a day is refused.
         """
         return self._client._drive(self._cancel_call())
 

@@ -14,7 +14,7 @@ def cancel(redis_url: str, queue: str, ids: tuple[str, ...]) -> None:
     """Cancel requests, queued or running.
 
     Prints for each: cancelled (it had not started), cancelling (its worker was told), finished (too late), or unknown, which
-    exits with 1.
+    exits with 1: there is no such request, or it was put by a bare XADD and is cancelled when a worker takes it.
     """
     all_known = True
     with open_client(redis_url, queue) as client:

@@ -7,7 +7,8 @@
 -- Returns: 'finished'    it had its final reply already: no effect
 --          'cancelled'   it was queued and is answered now; its entry stays until a worker discards it
 --          'cancelling'  it is running: its worker is told
---          'unknown'     no such request yet: workers are told, and an enqueue under this id will be refused
+--          'unknown'     it has no state: workers are told. If it was put bare and waits, it is cancelled when a worker takes it;
+--                        while the cancellation is remembered, an enqueue under this id is refused
 local reply, state, control = unpack(KEYS)
 local id, msgpack_body, json_body, reply_ttl_ms, state_ttl_ms, control_length = unpack(ARGV)
 

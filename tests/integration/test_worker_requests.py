@@ -183,6 +183,16 @@ def test_queued_request_that_is_cancelled_never_starts(server: Server, queue: st
     assert view.finals(handle.id) == 1
 
 
+def test_bare_request_that_is_cancelled_while_it_waits_never_starts(server: Server, queue: str, client: Client, view: QueueView) -> None:
+    view.client.xadd(view.keys.stream("realtime"), {"id": "x1", "json": '{"prompt":"hi"}'})
+    assert client.get("x1").cancel() == "unknown"
+    with worker_thread(server.url, queue):
+        eventually(lambda: view.finals("x1"), "answered")
+    assert outcome(client.get("x1")) == "CANCELLED"
+    assert "started_ms" not in view.state("x1")
+    view.assert_clean()
+
+
 def test_cancelling_a_finished_request_has_no_effect(client: Client, view: QueueView, worker: Worker) -> None:
     handle = client.submit("hello", max_tokens=5)
     handle.result(timeout=30)
