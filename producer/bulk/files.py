@@ -81,12 +81,14 @@ class OutputFiles:
     """Output and errors of one job, open for one run of it at a time.
 
     Attributes:
+        resumed: an earlier run of the job has had them.
         done: numbers of the lines that are answered, in either file.
         succeeded, failed, usage: counts over all runs.
     """
 
     def __init__(self, spec: BulkSpec) -> None:
         self._spec = spec
+        self.resumed = False
         self.done: set[int] = set()
         self.succeeded = 0
         self.failed = 0
@@ -101,6 +103,7 @@ class OutputFiles:
             InvalidRequest: the output exists and is not this job's.
             InternalError: another run of this job holds them.
         """
+        self.resumed = any(path.exists() for path in (Path(self._spec.output), _part(self._spec.output)))
         self._output = self._open(self._spec.output)
         self._errors = self._open(self._spec.errors)
         for record in _records(self._output):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from producer.aio import AsyncClient, AsyncHandle
@@ -20,6 +20,7 @@ from producer.errors import HeadraceError, InvalidRequest, QueueFull, RedisUnava
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 WITHDRAWERS = 16  # requests cancelled at once
+LOST_ATTEMPTS = 3  # attempts looked for beyond a line's retries: one whose reply was lost costs no retry
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class BulkRunner:
         self._order: deque[int] = deque()
         self._waiting: dict[int, Outcome] = {}
         self._in_flight: set[int] = set()
+        self._attempts: dict[int, int] = {}  # the latest of each line that this run has sent and not written
         self._stopped = asyncio.Event()
 
     @property
@@ -77,8 +79,8 @@ class BulkRunner:
     async def withdraw(self, extent: Extent) -> None:
         """Cancel, after `run`, what the job still has on the queue, whichever of its runs put it there. The input may be gone.
 
-        Lines enter the window in order, so everything that was sent is among the first ``window`` unwritten lines. Which unwritten
-        lines are blank is not known.
+        Everything that was sent is among the first ``window`` unwritten lines, as in `_feed`. Which unwritten lines are blank is
+        not known.
 
         Args:
             extent: length of the input.
@@ -88,38 +90,45 @@ class BulkRunner:
         """
         unwritten = (number for number in range(1, extent.last + 1) if number not in self._files.done)
         numbers = islice(unwritten, self._spec.window + extent.num_blank)
-        sending = frozenset(self._order)
-        await asyncio.gather(*(self._withdraw(numbers, sending) for _ in range(WITHDRAWERS)))
+        await asyncio.gather(*(self._withdraw(numbers) for _ in range(WITHDRAWERS)))
 
-    async def _withdraw(self, numbers: Iterator[int], sending: Set[int]) -> None:
-        """Cancels each line's attempts up to the first that had not ended: later ones are not sent yet. A cancelled id is refused."""
+    async def _withdraw(self, numbers: Iterator[int]) -> None:
+        """Cancels each line's attempts that Redis knows, and the one that this run may still be sending: a cancelled id is refused."""
         for number in numbers:
-            first = await self._first_known(number)
-            if first is None and number not in sending:
-                continue  # blank, or never sent
-            for attempt in count(first or 0):
-                if await self._client.get(self._spec.request_id(number, attempt)).cancel() != "finished":
-                    break
+            attempts = [attempt for attempt in self._possible_attempts() if await self._is_known(number, attempt)]
+            if number in self._attempts and self._attempts[number] not in attempts:
+                attempts.append(self._attempts[number])
+            for attempt in attempts:
+                await self._client.get(self._spec.request_id(number, attempt)).cancel()
 
-    async def _first_known(self, number: int) -> int | None:
-        """The first of a line's attempts that Redis knows: earlier ones are forgotten a day after they have failed."""
-        for attempt in range(self._spec.retries + 1):
-            if await self._client.get(self._spec.request_id(number, attempt)).status() != "unknown":
+    async def _first_attempt(self, number: int) -> int:
+        """The first of a line's attempts that Redis knows, as earlier ones are forgotten a day after they have failed; 0 if none is."""
+        for attempt in self._possible_attempts():
+            if await self._is_known(number, attempt):
                 return attempt
-        return None
+        return 0
+
+    def _possible_attempts(self) -> range:
+        return range(self._spec.retries + 1 + LOST_ATTEMPTS)
+
+    async def _is_known(self, number: int, attempt: int) -> bool:
+        return await self._client.get(self._spec.request_id(number, attempt)).status() != "unknown"
 
     async def _feed(self) -> None:
+        """Lines enter the window in order: what earlier runs have sent is among the first ``window`` unwritten lines."""
+        num_perhaps_sent = self._spec.window if self._files.resumed else 0
         try:
             async with asyncio.TaskGroup() as group:
                 for number, text in read_lines(self._spec.input):
                     if number not in self._files.done:
                         await self._window.acquire()
                         self._order.append(number)
-                        group.create_task(self._answer(number, text))
+                        group.create_task(self._answer(number, text, perhaps_sent=num_perhaps_sent > 0))
+                        num_perhaps_sent -= 1
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None  # the first; the others are cancelled because of it, or say the same
 
-    async def _answer(self, number: int, text: str | None) -> None:
+    async def _answer(self, number: int, text: str | None, *, perhaps_sent: bool) -> None:
         """Answer one line, and free its place in the window when it is written."""
         try:
             if text is None:
@@ -129,12 +138,13 @@ class BulkRunner:
             custom_id = lines.custom_id_of(text or "")
             self._write(Outcome(number, lines.failure(number, custom_id, self._spec.request_id(number, 0), error), succeeded=False))
         else:
-            self._write(await self._ask(line))
+            self._write(await self._ask(line, await self._first_attempt(number) if perhaps_sent else 0))
 
-    async def _ask(self, line: Line) -> Outcome:
+    async def _ask(self, line: Line, attempt: int) -> Outcome:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        attempt, retries_left = 0, self._spec.retries
+        retries_left = self._spec.retries
         while True:
+            self._attempts[line.number] = attempt
             request_id = self._spec.request_id(line.number, attempt)
             try:
                 result = await (await self._submit(line, request_id)).result()
@@ -180,6 +190,7 @@ class BulkRunner:
         write: Callable[[int, Mapping[str, Any]], None]
         write = self._files.write_answer if outcome.succeeded else self._files.write_failure
         write(outcome.number, outcome.record)
+        self._attempts.pop(outcome.number, None)
         self._window.release()
 
 

@@ -77,18 +77,19 @@ def test_cancelling_a_job_that_does_not_run_cancels_what_it_left_on_the_queue(
     assert bulk_jobs.cancel(connection, "job") == "finished"
 
 
-async def test_line_whose_first_attempts_are_forgotten_is_withdrawn_too(
+async def test_all_attempts_of_a_line_are_withdrawn_also_behind_some_that_are_forgotten(
     own_server: Server, connection: redis.Redis, tmp_path: Path
 ) -> None:
     """A night's job may have a retry on the queue for longer than the state of a failed request lives."""
     keys, spec = Keys("default"), make_spec(tmp_path, ["p0", "p1"])
+    sent = ["job.1", "job.1.2", f"job.1.{spec.retries + 1}", "job.2"]  # the first one anew
     async with AsyncClient(own_server.url) as client:
-        for request_id in ("job.1.2", "job.2"):
+        for request_id in sent:
             await client.submit("hi", id=request_id, tier="batch")
         with OutputFiles(spec) as files:
             await BulkRunner(client, spec, files).withdraw(Extent.of(spec.input))
-    assert [connection.hget(keys.state(request_id), "status") for request_id in ("job.1.2", "job.2")] == [b"cancelled"] * 2
-    assert not connection.exists(keys.state("job.1"), keys.state("job.1.1"))
+    assert [connection.hget(keys.state(request_id), "status") for request_id in sent] == [b"cancelled"] * len(sent)
+    assert not connection.exists(keys.state("job.1.1"), keys.state("job.2.1"))
 
 
 def test_cancelling_a_job_whose_input_is_gone_cancels_what_it_left_on_the_queue(

@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from producer.aio import AsyncClient
 from producer.bulk import queue as bulk_jobs
+from producer.bulk.files import OutputFiles
+from producer.bulk.runner import LOST_ATTEMPTS, BulkRunner
 from tests.bulk import (
     DEADLINE_S,
     HEADRACE,
@@ -101,6 +105,38 @@ def test_replies_that_nobody_read_in_time_are_asked_for_anew_and_cost_no_retry(
         work_off(own_server)
     assert [record["text"] for record in records(spec.output)] == ["a", "b"]
     assert not Path(spec.errors).exists()
+
+
+async def test_line_whose_first_attempts_are_forgotten_continues_with_the_one_that_is_known(
+    own_server: Server, connection: redis.Redis, tmp_path: Path
+) -> None:
+    spec = make_spec(tmp_path, ["a", "b", "c"], retries=1)
+    sent = ["job.1.1", "job.2.2", "job.3"]  # the second line's first reply was lost as well
+    async with AsyncClient(own_server.url) as client:
+        for request_id, prompt in zip(sent, "abc", strict=True):
+            await client.submit(prompt, id=request_id, tier="batch")
+        with OutputFiles(spec):
+            pass  # as an earlier run that was interrupted
+        with OutputFiles(spec) as files, Responder(own_server.url, "default").running() as responder:
+            assert await BulkRunner(client, spec, files).run()
+    assert [record["id"] for record in records(spec.output + ".part")] == sent
+    assert [request.id for request in responder.seen] == sent
+
+
+@pytest.mark.parametrize(("resumed", "num_perhaps_sent"), [(False, 0), (True, 2)])
+async def test_redis_is_asked_for_the_attempts_of_lines_that_may_have_been_sent_alone(
+    own_server: Server, connection: redis.Redis, tmp_path: Path, resumed: bool, num_perhaps_sent: int
+) -> None:
+    spec = make_spec(tmp_path, [f"p{i}" for i in range(10)], window=2, retries=0)
+    if resumed:
+        with OutputFiles(spec):
+            pass
+    async with AsyncClient(own_server.url) as client:
+        with OutputFiles(spec) as files, Responder(own_server.url, "default").running():
+            assert await BulkRunner(client, spec, files).run()
+    stats: Any = connection.info("commandstats")
+    others = 2 * 10  # for each request, one of the enqueue script and one of the responder
+    assert stats["cmdstat_hget"]["calls"] == others + num_perhaps_sent * (1 + LOST_ATTEMPTS)
 
 
 def test_horse_whose_worker_alone_was_killed_gives_the_files_up(own_server: Server, connection: redis.Redis, tmp_path: Path) -> None:
