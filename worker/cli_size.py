@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import click
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from producer.cli.output import print_json
 from producer.errors import HeadraceError
 from worker.cli import ByteSize, memory_options
 from worker.engine.config import EngineConfig
@@ -52,7 +52,7 @@ def size(
     except (HeadraceError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if as_json:
-        click.echo(json.dumps({"model": asdict(shape), **asdict(sizing)}))
+        print_json({"model": asdict(shape), **asdict(sizing)})
     else:
         _print(model, dtype, shape, sizing)
 

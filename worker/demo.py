@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from producer.cli.output import print_json
 from producer.client import Client
 from producer.load.stats import percentile
 from producer.wire import Result
@@ -74,7 +75,7 @@ def run_demo(*, model: str, callers: int, max_batch_size: int, plot: Path | None
         steps = [json.loads(line) for line in step_log.read_text().splitlines()]
     figures = _figures(answers, steps, wall_s)
     if as_json:
-        print(json.dumps({"answers": [_as_json(answer) for answer in answers], **figures}))  # noqa: T201 - the command's output
+        print_json({"answers": [_as_json(answer) for answer in answers], **figures})
     else:
         console.print(_figures_table(figures))
     if plot is not None:

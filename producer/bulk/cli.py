@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from producer.bulk.job import LEASE_VARIABLE, URL_VARIABLE
 from producer.bulk.queue import BulkWorker, JobView
 from producer.bulk.spec import ORDERS, BulkSpec, check_job_id
 from producer.cli.options import queue_options, redis_errors
+from producer.cli.output import print_json
 from producer.core import DEFAULT_URL
 from producer.options import new_id
 
@@ -118,7 +118,7 @@ def status(job_id: str | None, redis_url: str, as_json: bool) -> None:
         views = [bulk_jobs.view(bulk_jobs.fetch(connection, job_id))] if job_id else list(bulk_jobs.jobs(connection))
     if as_json:
         for item in views:
-            click.echo(json.dumps(asdict(item)))
+            print_json(asdict(item))
     else:
         Console().print(_table(views) if views else Text("no bulk jobs"))
 

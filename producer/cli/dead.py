@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice
@@ -13,6 +12,7 @@ import click
 from producer import codec
 from producer.cli.group import complain
 from producer.cli.options import open_client, queue_options, redis_errors
+from producer.cli.output import print_json
 from producer.client import Client
 from producer.dead import DeadLetter, letters, purge, replay
 from producer.errors import InvalidRequest, UnknownRequest
@@ -39,7 +39,7 @@ def list_(redis_url: str, queue: str, as_json: bool, limit: int | None) -> None:
     """List dead letters, oldest first, without their prompts."""
     with open_client(redis_url, queue) as client, redis_errors():
         for letter in islice(letters(client.redis, client.keys), limit):
-            click.echo(json.dumps(_summary(letter)) if as_json else _line(letter))
+            print_json(_summary(letter)) if as_json else click.echo(_line(letter))
 
 
 @dead.command()
@@ -51,7 +51,7 @@ def show(redis_url: str, queue: str, id: str, as_json: bool) -> None:  # noqa: A
     with open_client(redis_url, queue) as client, redis_errors():
         [letter] = _find(client, [id])
     whole = _summary(letter) | {"message": letter.message, "history": letter.history, "request": _request(letter)}
-    click.echo(json.dumps(whole, ensure_ascii=False, indent=None if as_json else 2))
+    print_json(whole, indent=None if as_json else 2)
 
 
 @dead.command("replay")

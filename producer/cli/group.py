@@ -84,7 +84,7 @@ def main() -> None:
     all commands, and HEADRACE_COMMAND_OPTION for the others, such as HEADRACE_SUBMIT_MAX_TOKENS.
     """
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: JSON may name what no encoding carries, a lone surrogate
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a lone surrogate is in no encoding; its escape is JSON too
 
 
 def complain(error: HeadraceError, where: str = "") -> None:

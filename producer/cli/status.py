@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from producer.cli.group import complain
 from producer.cli.options import open_client, queue_options, redis_errors
+from producer.cli.output import print_json
 from producer.errors import RedisUnavailable
 from producer.status import QueueStatus, read_status
 
@@ -47,7 +47,7 @@ def status(redis_url: str, queue: str, as_json: bool, watch: bool, interval: flo
 
 def _show(current: QueueStatus, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(asdict(current)))
+        print_json(asdict(current))
     else:
         _console().print(render(current))
     sys.stdout.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue as queues
 import sys
@@ -19,6 +18,7 @@ from producer import codec
 from producer.cli.environment import REPEATABLE
 from producer.cli.group import complain, exit_code
 from producer.cli.options import open_client, queue_options
+from producer.cli.output import print_json
 from producer.client import Client, Handle
 from producer.core import DEADLINE_GRACE_S
 from producer.errors import HeadraceError, RedisUnavailable, WaitTimeout
@@ -112,29 +112,26 @@ class _Printer:
         if self.stream:
             self._streamed(handle, timeout_s)
         elif self.as_json:
-            self._object(_result(handle.result(timeout_s)))
+            print_json(_result(handle.result(timeout_s)))
         else:
             self._write(handle.result(timeout_s).text + "\n")
 
     def error(self, error: HeadraceError, request_id: str) -> None:
         """In JSON an error takes the answer's line; as text it goes to stderr only."""
         if self.as_json:
-            self._object({"id": request_id, "error": codec.encode_error(error)})
+            print_json({"id": request_id, "error": codec.encode_error(error)})
 
     def _streamed(self, handle: Handle, timeout_s: float | None) -> None:
         begun = False
         try:
             for chunk in handle.stream(timeout_s):
                 begun = True
-                self._object(_chunk(handle.id, chunk)) if self.as_json else self._write(chunk.text)
+                print_json(_chunk(handle.id, chunk)) if self.as_json else self._write(chunk.text)
         finally:
             if begun and not self.as_json:
                 self._write("\n")
         if self.as_json:
-            self._object(_result(handle.result(timeout_s)))
-
-    def _object(self, value: dict[str, Any]) -> None:
-        self._write(json.dumps(value, ensure_ascii=False) + "\n")
+            print_json(_result(handle.result(timeout_s)))
 
     def _write(self, text: str) -> None:
         click.echo(text, nl=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import signal
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from producer.aio import AsyncClient
 from producer.cli.options import open_client, queue_options, redis_errors
+from producer.cli.output import print_json
 from producer.client import Client
 from producer.load import page
 from producer.load import trace as traces
@@ -281,7 +281,7 @@ def _check_folder(folder: Path | None) -> None:
 
 def _finish(report: Report, as_json: bool, folder: Path | None) -> None:
     if as_json:
-        click.echo(json.dumps(report.to_json()))
+        print_json(report.to_json())
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(report.render())
     if folder is not None:

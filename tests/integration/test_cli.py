@@ -98,6 +98,19 @@ def test_json_is_the_result_on_one_line(shell: Shell, respond: Callable[..., Res
     assert (answer["id"], answer["text"], answer["finish_reason"], answer["attempt"]) == ("x1", "hi", "stop", 1)
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_is_json_in_any_locale(shell: Shell, client: Client, respond: Callable[..., Responder], encoding: str) -> None:
+    text = "\u00e4\u20ac\U0001f600"
+    respond()
+    for options in ((), ("--stream",)):
+        lines = shell("submit", text, "--json", *options, PYTHONIOENCODING=encoding).stdout.splitlines()
+        assert json.loads(lines[-1])["text"] == text
+        assert "".join(json.loads(line)["text"] for line in lines[:-1]) == (text if options else "")
+    client.redis.xadd(client.keys.dead, {"id": "x2", "json": json.dumps({"prompt": text}), "dead_code": "POISONED"})
+    shown = shell("dead", "show", "x2", "--json", PYTHONIOENCODING=encoding)
+    assert json.loads(shown.stdout)["request"]["json"]["prompt"] == text
+
+
 def test_stream_prints_each_piece_when_it_is_there(shell: Shell, respond: Callable[..., Responder]) -> None:
     held: list[Taken] = []
     arrived = threading.Event()

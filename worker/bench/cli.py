@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.progress import Progress
 
 from producer.cli.environment import REPEATABLE
 from producer.cli.group import INTERRUPTED
+from producer.cli.output import print_json
 from producer.errors import ModelUnavailable
 from producer.load.plots import can_draw, draw
 from worker.bench import plots, report, workloads
@@ -105,7 +105,7 @@ def bench(
     title = _title(workload, options["count"], scenarios)
     if as_json:
         ended_by = failure.message if failure else None
-        click.echo(json.dumps({"workload": workload, "ended_by": ended_by, "scenarios": report.to_json(results)}, indent=2))
+        print_json({"workload": workload, "ended_by": ended_by, "scenarios": report.to_json(results)}, indent=2)
     elif results:
         Console(width=None if sys.stdout.isatty() else 130).print(report.tables(title, results))
     if plot_path is not None and results:
