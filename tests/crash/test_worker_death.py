@@ -268,8 +268,9 @@ def test_request_that_kills_its_workers_is_given_up_and_costs_nobody_else(scene:
                     stop.wait(0.05)
 
     threads = [threading.Thread(target=supervise) for _ in range(2)]
+    neighbours = {} if options else scene.submit(count, 40)
     poison = scene.client.submit(KILL, max_tokens=5, source="nightly")
-    handles = scene.submit(count, 40)
+    handles = neighbours or scene.submit(count, 40)
     for thread in threads:
         thread.start()
     try:
@@ -284,7 +285,11 @@ def test_request_that_kills_its_workers_is_given_up_and_costs_nobody_else(scene:
     ((_, letter),) = scene.view.client.xrange(scene.view.keys.dead)
     assert (letter[b"id"], letter[b"dead_attempts"]) == (poison.id.encode(), b"3")
     assert scene.view.finals(poison.id) == 1
-    assert sum(result.attempt > 1 for result in results) <= 3 * MAX_RUNNING
+    num_interrupted = sum(result.attempt > 1 for result in results)
+    if options:
+        assert num_interrupted <= 3 * MAX_RUNNING
+    else:
+        assert num_interrupted > 0, "none ran beside it"
 
 
 def test_drain_finishes_what_runs_and_reads_no_more(scene: Scene) -> None:
