@@ -48,8 +48,10 @@ class ReplyWriter:
         self._on_lost = on_lost
         self._trouble = trouble
         self._frames_trouble = Trouble(context.outage)  # Redis refuses frames
+        self._heavy_trouble = Trouble(context.outage)  # a large frame does not get through, others do
         self._replies_trouble = Trouble(context.outage)  # it refuses some of the final replies
         self._unpublished: dict[ActiveRequest, None] = {}  # have tokens that are not written yet
+        self._heavy: set[ActiveRequest] = set()  # of these, the ones whose frame did not get through for its size
         self._unsettled: dict[ActiveRequest, None] = {}  # have an outcome that is not written yet, oldest first
         self._refused: dict[ActiveRequest, None] = {}  # have an outcome that Redis refused, the one refused longest ago first
 
@@ -97,15 +99,19 @@ class ReplyWriter:
 
     def _frame_due_in_s(self, active: ActiveRequest) -> float:
         assert active.transcript is not None, "it has tokens"
+        if active in self._heavy:
+            return self._heavy_trouble.pause_s
         if active.streamed or active.transcript.num_unpublished >= self._config.checkpoint_tokens:
             return 0.0
         return max(0.0, active.published_s + self._config.checkpoint_s - time.monotonic())
 
     def _frames(self, *, everything: bool) -> list[tuple[ActiveRequest, TokensFrame]]:
         self._unpublished = {active: None for active in self._unpublished if self._registry.holds(active)}
+        self._heavy &= self._unpublished.keys()
         if not self._frames_trouble.ready:
             return []
-        due = [active for active in self._unpublished if everything or self._frame_due_in_s(active) == 0.0]
+        at_once = self._unpublished.keys() - self._heavy if everything else ()
+        due = [active for active in self._unpublished if active in at_once or self._frame_due_in_s(active) == 0.0]
         return [(active, frame_of(active)) for active in due]
 
     def _due_endings(self) -> list[ActiveRequest]:
@@ -156,9 +162,12 @@ class ReplyWriter:
     def _write_heavy(self, active: ActiveRequest, frame: TokensFrame) -> bool:
         written = self._write_alone([frame], [])
         if isinstance(written, Written):
+            self._heavy_trouble.clear()
+            self._heavy.discard(active)
             self._take_positions([active], written.positions)
         elif written is not None:
-            self._frames_trouble.hit(written)
+            self._heavy.add(active)
+            self._heavy_trouble.hit(written)
         return written is not None
 
     def _write_large(self, active: ActiveRequest) -> bool:

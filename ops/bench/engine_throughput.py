@@ -65,12 +65,12 @@ def _round(engine: Engine, requests: list[Request]) -> dict[str, Any]:
     phases = Counter[str]()
     start_s, steps, tokens, batch = time.monotonic(), 0, 0, 0
     while engine.has_work():
-        outputs = engine.step()
-        steps += 1
+        before_step, outputs = engine.last_step, engine.step()
         tokens += sum(len(output.token_ids) for output in outputs)
-        assert engine.last_step is not None
-        batch += engine.last_step.batch_size
-        phases.update(engine.last_step.phase_seconds)
+        if engine.last_step is not None and engine.last_step is not before_step:
+            steps += 1
+            batch += engine.last_step.batch_size
+            phases.update(engine.last_step.phase_seconds)
     seconds = time.monotonic() - start_s
     decoder = {part: total - before[part] for part, total in engine.decoder_seconds().items()}
     phases["model"] -= sum(decoder.values())

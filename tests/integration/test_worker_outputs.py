@@ -299,6 +299,34 @@ def test_frame_that_the_link_does_not_carry_holds_up_no_reload(
         assert handle.result(timeout=60).token_ids == expected_tokens("hello", 20_000)
 
 
+def test_frame_that_the_link_does_not_carry_is_tried_ever_more_rarely_while_others_stream(
+    client: Client, queue: str, link: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, tries = 50_000, [0]
+    write = Ledger.write
+
+    def counted(ledger: Ledger, frames: Sequence[TokensFrame], settlements: Sequence[Settlement]) -> Written:
+        tries[0] += any(len(frame.body) > large for frame in frames)
+        return write(ledger, frames, settlements)
+
+    monkeypatch.setattr("worker.reply_writer.LEAST_BULK_BYTES", large)
+    monkeypatch.setattr(Ledger, "write", counted)
+    settings: Any = {"socket_timeout_s": 1.0, "drain_s": 0.1, "checkpoint_tokens": 3000, "checkpoint_s": 3600}
+    engine = FakeEngine(step_s=0.001)
+    with worker_thread(link.url, queue, load=lambda _: engine, **settings) as worker:
+        heavy = client.submit("hello", max_tokens=60_000, logprobs=0)
+        eventually(lambda: worker.loop.num_tokens > 2000, "much is generated")
+        link.bytes_per_s = SLOW_BYTES_PER_S
+        others = client.submit("other", max_tokens=40_000, stream=True).stream(timeout=60)
+        eventually(lambda: tries[0] >= 3, "it is tried again")
+        tries_before = tries[0]
+        for _ in zip(range(100), others, strict=False):
+            pass
+        assert tries[0] - tries_before <= 4
+        link.bytes_per_s = math.inf
+        heavy.cancel()
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [({}, "max_tokens"), ({"n": 2}, "n"), ({"n": 2, "logprobs": 0}, "logprobs"), ({"stream": True}, "max_tokens")],

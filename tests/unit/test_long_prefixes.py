@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from producer.wire import GenerateRequest
 from tests.tiny_engine import assert_idle, request, run, tiny_engine
 from worker.engine.engine import Engine
-from worker.engine.request import Request
+from worker.engine.request import Request, RequestStatus
 from worker.engine.scheduler import LONG_PREFILL_STEPS
 
 BUDGET = 16
@@ -107,6 +108,48 @@ def test_short_prompts_and_other_documents_go_on_meanwhile() -> None:
         several.step()
     assert len(short.output_token_ids) == 3
     assert other.num_computed_tokens
+    num_computed(several)
+
+
+def test_those_whose_leader_ends_as_soon_as_it_has_computed_go_on_together() -> None:
+    several = engine()
+    requests = [request(f"r{i}", [*DOCUMENT[:-8], i], 1) for i in range(8)]  # the last step computes the rest of it and ends the leader
+    for item in requests:
+        several.add(item)
+    steps = 0
+    while several.has_work():
+        several.step()
+        steps += 1
+    assert steps <= len(DOCUMENT) / BUDGET + 8 * 9 / BUDGET + 1
+    assert all(len(item.output_token_ids) == 1 for item in requests)
+
+
+def test_continuations_of_a_long_prompt_are_scored_together() -> None:
+    several = engine()
+    wanted = GenerateRequest(id="s", kind="score", prompt_token_ids=DOCUMENT[:-8], continuations=list("abcdefghij"))
+    several.add_all(several.inputs.prepare_all(wanted))
+    steps = 0
+    while several.has_work():
+        several.step()
+        steps += 1
+    assert steps <= len(DOCUMENT) / BUDGET + 10 * 9 / BUDGET + 2
+
+
+def test_nobody_waits_for_one_that_waits_for_realtime_to_be_quiet() -> None:
+    several = engine(num_blocks=40, max_batch_size=2, batch_floor=0.0)
+    leader = request("leader", DOCUMENT, 300, tier="batch")
+    followers = [request(f"r{i}", [*DOCUMENT, i], 3, tier="batch") for i in range(2)]
+    several.add(leader)
+    several.step()
+    for item in followers:
+        several.add(item)
+    assert several._prefixes.num_held("batch") == 2
+    several.add(request("urgent", [1] * 20, 20))
+    several.add(request("urgent too", [2] * 20, 20))
+    for _ in range(3):
+        several.step()
+    assert leader.status is RequestStatus.PREEMPTED
+    assert several._prefixes.num_held("batch") == 0
     num_computed(several)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.scheduling import Simulation, make_request
 from worker.engine.config import EngineConfig
-from worker.engine.pace import MAX_SLOWDOWN, QUIET_BASES, QUIET_GOALS, QUIET_TOKENS, Pace
+from worker.engine.pace import MAX_SLOWDOWN, QUIET_BASES, QUIET_GOALS, QUIET_TOKENS, STALE_STEPS, Pace
 from worker.engine.request import Request, RequestStatus
 from worker.engine.step import ScheduledChunk, StepPlan
 
@@ -158,6 +158,18 @@ def test_what_realtime_alone_would_take_is_learnt_as_long_as_a_batch_is_there(be
     assert taken[-1] <= 1.15 * MAX_SLOWDOWN * step_s(now)
     if not frozen_s:
         assert taken[-1] >= step_s(now) + 0.5 * (MAX_SLOWDOWN - 1) * step_s(now), "and batch gets a good part of what it may have"
+
+
+def test_what_realtime_took_alone_long_ago_does_not_hold_batch_back() -> None:
+    pace = unlearnt(goal_ms=5.0)
+    decodes = [ScheduledChunk(make_request(4, 100), 4, 1, True) for _ in range(4)]
+    for num_decodes in [1, 2, 3, 4] * 10:
+        pace.observe(StepPlan(decodes[:num_decodes]), 0.01)
+    for num_beside in [1, 2, 3, 2] * (STALE_STEPS // 4 + 1):  # contexts have grown
+        beside = [ScheduledChunk(batch(4, 100), 4, 1, True) for _ in range(num_beside)]
+        assert pace.begin_step(realtime_is_quiet=False)
+        pace.observe(StepPlan(decodes + beside), 0.1 + 0.001 * num_beside)
+    assert pace.batch_tokens(4) > 10
 
 
 def test_one_slow_step_holds_batch_back_for_a_few_seconds_at_most() -> None:

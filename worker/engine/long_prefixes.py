@@ -50,18 +50,20 @@ class LongPrefixes:
     def release(self) -> None:
         """Let the requests begin whose leader has computed the shared part. To be called before each step."""
         for key, leader in list(self._leaders.items()):
-            waiting = self._held.pop(leader, [])
-            still = [held for held in waiting if held[0] > leader.num_computed_tokens]
+            leads = not self._scheduler.waits_for_quiet(leader)
+            waiting, still = self._held.pop(leader, []), []
             for num_shared, request in waiting:
-                if num_shared <= leader.num_computed_tokens:
+                if leads and num_shared > leader.num_computed_tokens:
+                    still.append((num_shared, request))
+                else:
                     self._scheduler.add(request)
             if still:
                 self._held[leader] = still
-            elif leader.num_computed_tokens >= leader.num_prompt_tokens - 1:
+            elif not leads or leader.num_computed_tokens >= leader.num_prompt_tokens - 1:
                 del self._leaders[key]
 
     def finish(self, request: Request) -> None:
-        """End a request, wherever it is. If it led others, the first of them now leads."""
+        """End a request, wherever it is. If it led others whose part it has not computed, the first of them now leads."""
         if self._discard(request):
             request.move_to(RequestStatus.FINISHED)
             return
@@ -69,8 +71,11 @@ class LongPrefixes:
         key = next((key for key, leader in self._leaders.items() if leader is request), None)
         if key is not None:
             del self._leaders[key]
-            for _, other in self._held.pop(request, ()):
-                self.add(other)
+            for num_shared, other in self._held.pop(request, ()):
+                if num_shared > request.num_computed_tokens:
+                    self.add(other)
+                else:
+                    self._scheduler.add(other)
 
     def num_held(self, tier: Tier) -> int:
         return sum(request.tier == tier for held in self._held.values() for _, request in held)

@@ -23,6 +23,7 @@ QUIET_BASES = 20.0  # or this many times the base cost of every step, if that is
 QUIET_TOKENS = 2  # that a step without realtime may always hold: if all steps held one, the cost of more would not be learnt
 MEMORY = 0.95  # weight of a step's figures relative to those of the next step
 MAX_SURPRISE = 4.0  # a step counts for at most this many times the estimate: the host may have been frozen; lasting changes are soon learnt
+STALE_STEPS = 1000  # after so many steps beside batch work, what realtime's decodes took alone says nothing of what they would take now
 PRIOR = 0.25  # step sizes that vary by less than this share of their mean say little new about the cost of a token
 
 
@@ -88,6 +89,7 @@ class Pace:
     def __init__(self, config: EngineConfig, *, keeps_floor: bool, clock: Callable[[], float]) -> None:
         self.cost = StepCost()
         self._cost_alone = StepCost()  # of steps with only realtime decodes: a full batch makes every step longer
+        self._steps_since_alone = 0
         self._goal_s = config.realtime_step_ms / 1000.0 if config.policy == "continuous" else 0.0
         self._max_batch_tokens = config.max_batch_tokens
         self._floor = config.batch_floor if keeps_floor else 0.0
@@ -98,8 +100,10 @@ class Pace:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took ``seconds``."""
         self.cost.observe(plan.num_tokens, seconds)
+        self._steps_since_alone += 1
         if all(chunk.num_tokens == 1 and chunk.request.tier == "realtime" for chunk in plan.chunks):
             self._cost_alone.observe(plan.num_tokens, seconds)
+            self._steps_since_alone = 0
 
     def begin_step(self, *, realtime_is_quiet: bool) -> bool:
         """Record whether realtime is there; returns whether the step's batch work is bounded, which needs a known cost of steps."""
@@ -128,11 +132,13 @@ class Pace:
     def _alone_s(self, num_decodes: int) -> float:
         """Seconds that so many realtime decodes would take alone.
 
-        While there is batch work, steps with only these are not seen. What was learnt from them then becomes outdated, and the
-        estimate from all steps is better.
+        While there is batch work, steps with only these are not seen, and what was learnt from them gets outdated: it then only lowers
+        the estimate from all steps, and after `STALE_STEPS` not even that.
         """
         everything_s = self.cost.estimate_s(num_decodes)
-        return min(everything_s, self._cost_alone.at_most_s(num_decodes)) if self._cost_alone.is_known else everything_s
+        if not self._cost_alone.is_known or self._steps_since_alone > STALE_STEPS:
+            return everything_s
+        return min(everything_s, self._cost_alone.at_most_s(num_decodes))
 
     def _max_tokens(self, num_decodes: int) -> int:
         """Most tokens of a step with so many realtime decodes; at least 1, and without realtime `QUIET_TOKENS`."""

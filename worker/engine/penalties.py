@@ -162,7 +162,7 @@ def _count_unread(counted: _Counted, rows: Sequence[int], unread: UnreadTokens) 
     token_ids = unread.token_ids[to_device([i for _, i in known], torch.int64, device)]
     last = torch.full((len(rows),), UNKNOWN_TOKEN, device=device).index_copy_(0, place, token_ids)
     is_last = counted.token_ids == last[counted.place]
-    before = torch.zeros(len(rows), device=device).index_add_(0, counted.place, counted.counts * is_last)
+    before = counted.counts.new_zeros(len(rows)).index_add_(0, counted.place, counted.counts * is_last)
     added = _Counted(place, token_ids, before[place] + 1)
     counted = counted._replace(counts=counted.counts + is_last)
     return _Counted(*(torch.cat(pair) for pair in zip(counted, added, strict=True)))

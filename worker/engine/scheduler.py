@@ -189,8 +189,10 @@ class Scheduler:
             self._blocks.assert_idle()
 
     def waits_for_quiet(self, request: Request) -> bool:
-        """Whether a request needs so many blocks that it has to wait until realtime is quiet."""
-        return request.status is not RequestStatus.RUNNING and self._queues.of(request) is self._queues.oversized
+        """Whether a request needs so many blocks that it has to wait until realtime is quiet, and realtime is not."""
+        if request.status is RequestStatus.RUNNING or self._admission.realtime_is_quiet:
+            return False
+        return self._queues.of(request) is self._queues.oversized
 
     def forget_blocks(self, request: Request) -> None:
         """Let no other request begin with what a running one has computed: it may be what made it fail."""

@@ -46,7 +46,7 @@ class Siblings:
             self._hold(held[0], held[1:])
         else:
             for request in held or ():
-                self._prefixes.add(request)
+                self._scheduler.add(request)
 
     def discard(self, request: Request) -> bool:
         """End a request that is held; False if it is not."""

@@ -12,9 +12,9 @@ from worker.bench.workloads import BenchRequest
 
 
 def main() -> None:
+    out, options = begin()
     from vllm import LLM  # type: ignore[import-not-found, unused-ignore]  # lives in an environment of its own
 
-    out, options = begin()
     engine = LLM(**options).llm_engine
     serve(out, lambda requests: _run(engine, requests))
 
