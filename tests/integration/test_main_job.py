@@ -118,7 +118,7 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
     ("unknown token", b'{"prompt_token_ids": [49152]}', "prompt_token_ids"),
     ("garbage", b"\xff\xfe\x00garbage", "json"),
     ("not an object", b"[1, 2]", "json"),
-    ("too many tokens", b'{"prompt": "a", "max_tokens": 900000}', "prompt"),
+    ("too many tokens", b'{"prompt": "a", "max_tokens": 900000}', "max_tokens"),
 ]
 
 
