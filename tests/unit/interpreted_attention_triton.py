@@ -18,6 +18,7 @@ from worker.engine.attention import triton_backend
 from worker.engine.attention.triton_backend import attend, choose_tiles, decode_split_count, prefill_split_count, write_kv
 from worker.engine.attention.triton_kernels import reduce_splits_kernel
 from worker.engine.config import EngineConfig
+from worker.engine.kernels import KernelChoice
 from worker.engine.model_loader import prepare_model
 from worker.engine.model_runner import ModelRunner
 
@@ -150,7 +151,7 @@ def test_splits_of_both_kinds_are_launched_and_compared_at_load(monkeypatch: pyt
     """A card compiles each the first time it is launched, which must not be while it serves."""
     monkeypatch.setattr("worker.engine.kernels.choose_backend", lambda *_: attend)
     monkeypatch.setattr("worker.engine.model_runner.SPLIT_TOKENS", 300)  # the interpreter takes its time
-    monkeypatch.setattr(ModelRunner, "_fuse", lambda _: None)
+    monkeypatch.setattr(KernelChoice, "_fuse", lambda *_: None)
     reductions = Reductions()
     monkeypatch.setattr(triton_backend, "reduce_splits_kernel", reductions)
     small = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 4096}
