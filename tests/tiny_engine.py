@@ -77,6 +77,18 @@ def run(engine: Engine, requests: Sequence[Request] = ()) -> dict[str, list[Step
     return outputs
 
 
+def computed_tokens(engine: Engine, requests: Sequence[Request] = ()) -> int:
+    """Add requests of one prompt, run to the end, and count the tokens that the model saw."""
+    engine.add_all(requests)
+    total = 0
+    while engine.has_work():
+        engine.step()
+        assert engine.last_step is not None
+        total += engine.last_step.num_tokens
+    assert_idle(engine)
+    return total
+
+
 def assert_idle(engine: Engine) -> None:
     """Every block is back."""
     stats = engine.stats()

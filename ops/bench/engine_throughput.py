@@ -59,7 +59,7 @@ def _requests(items: list[dict[str, Any]], number: int) -> Iterator[Request]:
 
 
 def _round(engine: Engine, requests: list[Request]) -> dict[str, Any]:
-    before = engine.decoder_seconds()
+    before = engine.runner.decoder_seconds()
     for request in requests:
         engine.add(request)
     phases = Counter[str]()
@@ -72,7 +72,7 @@ def _round(engine: Engine, requests: list[Request]) -> dict[str, Any]:
             batch += engine.last_step.batch_size
             phases.update(engine.last_step.phase_seconds)
     seconds = time.monotonic() - start_s
-    decoder = {part: total - before[part] for part, total in engine.decoder_seconds().items()}
+    decoder = {part: total - before[part] for part, total in engine.runner.decoder_seconds().items()}
     phases["model"] -= sum(decoder.values())
     return {
         "tokens": tokens,

@@ -13,7 +13,18 @@ import torch
 from producer.errors import BatchFailed, ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from producer.sampling import SamplingParams
 from producer.wire import GenerateRequest
-from tests.tiny_engine import EOS, RAISING, assert_idle, byte_tokenizer, loaded_model, raising_model, request, run, tiny_engine
+from tests.tiny_engine import (
+    EOS,
+    RAISING,
+    assert_idle,
+    byte_tokenizer,
+    computed_tokens,
+    loaded_model,
+    raising_model,
+    request,
+    run,
+    tiny_engine,
+)
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from worker.engine.engine import Engine
 from worker.engine.failures import EXHAUSTED_AFTER, FatalDeviceError
@@ -305,18 +316,6 @@ def test_a_resumed_request_that_had_ended_ends_without_another_token() -> None:
 def wanted(request_id: str = "r", **fields: Any) -> GenerateRequest:
     own = {name: fields.pop(name) for name in GenerateRequest.__dataclass_fields__ if name in fields}
     return GenerateRequest(id=request_id, params=SamplingParams(**fields), **own)
-
-
-def computed_tokens(engine: Engine, requests: Sequence[Request]) -> int:
-    """Add requests of one prompt, run them to the end, and count the tokens that the model saw."""
-    engine.add_all(requests)
-    total = 0
-    while engine.has_work():
-        engine.step()
-        assert engine.last_step is not None
-        total += engine.last_step.num_tokens
-    assert_idle(engine)
-    return total
 
 
 @pytest.mark.parametrize("caching", [True, False])

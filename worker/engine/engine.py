@@ -95,10 +95,6 @@ class Engine:
         """What computes its steps: the fields of `kernels.Kernels`."""
         return self.runner.kernels._asdict()
 
-    def decoder_seconds(self) -> dict[str, float]:
-        """As `ModelRunner.decoder_seconds`."""
-        return self.runner.decoder_seconds()
-
     def add(self, request: Request) -> None:
         """Take a request in; one that has output already continues after it.
 
